@@ -101,6 +101,7 @@ def test_a_window_in_which_no_device_is_finite_changes_nothing(world):
     assert int(elche.unreplicate(state.microbatches)) == 8 * world
 
 
+@pytest.mark.slow  # test_the_report_says_what_is_sent has such a rule, and compares
 def test_what_is_kept_apart_is_not_compared():
     """verify_every looks at what must be alike, and only at that."""
     config = elche.DDPConfig(verify_every=1)
@@ -377,9 +378,15 @@ def test_another_model_after_average():
      slow({"compression": "int8"}, 6 + 4 * 3)],
 )  # fmt: skip
 def test_the_report_says_what_is_sent(options, want):
-    """Of averages `test_an_exponent_that_follows_a_schedule` looks at it."""
+    """Comparing replicas is none of it, and finds nothing in what is kept apart.
+
+    Of averages `test_an_exponent_that_follows_a_schedule` looks at the report."""
     rule = elche.DiLoCo(optax.sgd(1.0), **options)
-    _, metrics, _, train = train_on(rule, [(1, 1)] * 3)
+    config = elche.DDPConfig(verify_every=1)
+    _, metrics, state, train = train_on(rule, [(1, 1)] * 3, config=config)
+    if rule.fragments > 1:
+        with pytest.raises(elche.ReplicaMismatch):
+            elche.check_replicas(state.params)
     assert train.report().exchange_bytes == want
     assert np.mean([m["exchange_bytes"] for m in metrics]) == want
 

@@ -559,12 +559,12 @@ def test_average_of_one_copy():
         train.average(elche.unreplicate(train.init(params())))
 
 
+@pytest.mark.slow  # test_the_same_bits resumes such a rule, from a checkpoint
 @pytest.mark.parametrize(
     "rule",
-    [slow(elche.ParameterAveraging(optimizer_state="keep"), id="keep"),
-     slow(elche.DiLoCo(optax.sgd(0.5), fragments=2), id="fragments"),
-     slow(elche.DiLoCo(optax.sgd(0.5), compression="int8"), id="int8"),
-     pytest.param(elche.DiLoCo(optax.sgd(0.5), delay=1), id="delay")],
+    [elche.ParameterAveraging(optimizer_state="keep"), elche.DiLoCo(optax.sgd(0.5), fragments=2),
+     elche.DiLoCo(optax.sgd(0.5), compression="int8"), elche.DiLoCo(optax.sgd(0.5), delay=1)],
+    ids=["keep", "fragments", "int8", "delay"],
 )  # fmt: skip
 def test_a_whole_state_goes_on_bit_for_bit(rule):
     """As the page on averaging says it: all devices' own states are saved and put back."""

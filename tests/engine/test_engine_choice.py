@@ -48,7 +48,7 @@ def test_it_is_applied_as_a_whole_or_not_at_all(size, good):
     # the second array only: the first one's update is finite, and must not be applied either
     spoilt = grads if good else grads | {"b": grads["b"].at[3, 3].set(jnp.inf)}
     found = jax.jit(adam())(state, spoilt)
-    updates, opt_state = ADAM.update(grads, state[1], state[0])
+    updates, opt_state = jax.jit(ADAM.update)(grads, state[1], state[0])
     expected = (optax.apply_updates(state[0], updates), opt_state) if good else state
     for mine, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         if good:
