@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.core import freeze
-from flax_nets import LinenCNN, LinenMLP, assert_equal, cross_entropy, data, trained
+from flax_nets import LinenCNN, LinenMLP, assert_equal, cross_entropy, data, stepped, trained
 from marks import slow
 
 import elche_jax as elche
@@ -79,8 +79,7 @@ def test_the_split_does_not_matter_with_dropout():
 
 def test_predict_and_evaluate_without_dropout_by_running_averages():
     model = from_linen(LinenCNN(), cross_entropy)
-    params, model_state = model.init(3, {"x": X[:1]})
-    state, _ = trained(model, params, model_state)
+    state = stepped(model, *model.init(3, {"x": X[:1]}))
     variables = model.merge(state.params, state.model_state)
     want = LinenCNN().apply(variables, X, train=False)
     got = elche.predict(model.apply_fn, state.params, X, 24, model_state=state.model_state)

@@ -1,5 +1,7 @@
 """Ten windows of every rule against NumPy float64, and rules that must agree."""
 
+from functools import cache
+
 import jax
 import numpy as np
 import optax
@@ -38,10 +40,19 @@ def test_parameter_averaging(how, exponent, counts):
         np.testing.assert_allclose(said["workers"], 1 / (shares**2).sum(), rtol=1e-6)
 
 
+@cache
+def by_a_schedule():
+    """Training with an exponent that falls from 2 to 0, and with a leaf that nothing changes."""
+
+    def loss(p, batch, rng):
+        return loss_fn(p | {"v": jax.lax.stop_gradient(p["v"])}, batch, rng)
+
+    rule = elche.ParameterAveraging(exponent=optax.linear_schedule(2.0, 0.0, 8))
+    return train_on(rule, COUNTS, loss=loss)
+
+
 def test_an_exponent_that_follows_a_schedule():
-    schedule = optax.linear_schedule(2.0, 0.0, 8)
-    rule = elche.ParameterAveraging(exponent=schedule)
-    _, metrics, _, train = train_on(rule, COUNTS)
+    _, metrics, _, train = by_a_schedule()
     assert train.report().exchange_bytes == 4 * (6 + 6)  # momentum, too
     for window, (said, each) in enumerate(zip(metrics, COUNTS, strict=True)):
         powers = np.array([c ** (2 - min(window, 8) / 4) if c else 0.0 for c in each])
@@ -162,10 +173,7 @@ def test_windows_of_one_microbatch_are_gradient_mode(tx, rule):
 
 
 def test_what_no_device_changes_stays_to_the_last_bit():
-    def loss(p, batch, rng):
-        return loss_fn(p | {"v": jax.lax.stop_gradient(p["v"])}, batch, rng)
-
-    history, _, _, _ = train_on(elche.ParameterAveraging(), THREE, loss=loss)
+    history, _, _, _ = by_a_schedule()
     for got in history:
         assert (got["v"] == np.float32(0.5)).all()
 

@@ -66,8 +66,11 @@ def test_stop_and_resume_is_the_uninterrupted_run(devices4):
 
 
 def test_a_replay_that_the_data_outlasts_says_at_which_window(devices4):
-    train = build(elche.Replay([(1, 1, 1, 1)] * 3), devices4)
-    state, seen = start(train), []
+    train = elche.build_train_step(
+        lambda params, batch, rng: params["w"] * batch["image"].mean(), optax.sgd(0.1),
+        devices=devices4, cadence=elche.Replay([(1, 1, 1, 1)] * 3),
+    )  # fmt: skip
+    state, seen = train.init({"w": np.ones((), "float32")}), []
     with pytest.raises(ValueError, match=r"Replay: .* 3 windows.* window 3"):
         for window in train.windows(digits(), 8):
             state, _ = train(state, window)

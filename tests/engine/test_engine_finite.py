@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from elche_jax.engine import finite
 from elche_jax.engine.finite import all_finite, floats
 
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (4, 1)]
+SHAPES = [(), (0,), (7,), (2, 3, 4), (4, 1)]
 DTYPES = ["float32", "bfloat16", "float16"]
 BAD = [np.inf, -np.inf, np.nan]
 
