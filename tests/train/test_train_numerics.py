@@ -97,6 +97,7 @@ def test_token_weights_are_one_big_batch(counts):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # what the comparison of test_token_weights_are_one_big_batch is worth
 def test_the_average_of_averages_is_not():
     """The same comparison tells the known error from the right result."""
     data, first, got, _ = trained(by_microbatch, (3, 1, 2))
@@ -344,7 +345,8 @@ def test_a_window_in_bfloat16_is_the_float32_sum_of_its_microbatches():
         np.testing.assert_allclose(got, mean, rtol=1e-3, atol=2e-6)
 
 
-@pytest.mark.parametrize("scale", [slow(64.0), DynamicScale(scale=64.0)])
+@pytest.mark.slow  # test_the_scale_follows_flax_step_by_step and test_a_scale_keeps_small_gradients
+@pytest.mark.parametrize("scale", [64.0, DynamicScale(scale=64.0)])
 def test_the_loss_that_is_reported_is_not_scaled(scale):
     plain, scaled = (train_digits(epochs=1, loss_scale=s)[2] for s in (None, scale))
     np.testing.assert_allclose([m["loss"] for m in scaled], [m["loss"] for m in plain], rtol=1e-5)
@@ -377,6 +379,7 @@ def test_a_scale_keeps_small_gradients(world):
     assert metrics["loss_scale"] == 2.0**14
 
 
+@pytest.mark.slow  # test_the_scale_follows_flax_step_by_step, and the test in float16 above
 def test_a_dynamic_scale_is_found_and_training_goes_on():
     """From far too high: windows are dropped, the scale halved each time, then all is well."""
     scale = DynamicScale(scale=2.0**24, growth_interval=20)
@@ -412,6 +415,7 @@ def test_the_scale_follows_flax_step_by_step():
         scale = scale.value_and_grad(lambda w, bad=bad: w * bad)(jnp.float32(1)).dynamic_scale
         state, metrics = train(state, window)
         got.append((float(metrics["loss_scale"]), bool(metrics["finite"])))
+        assert metrics["loss"] == (1.0 if fine else np.inf), "it is reported without the scale"
     assert got == want
     assert len({s for s, _ in want}) > 2
 
@@ -641,18 +645,25 @@ def test_model_state_of_8_bits(merge):
     assert got.dtype == jnp.float8_e4m3fn and float(got) == {"mean": 2.5, "max": 3}[merge]
 
 
-def weighted_window(weight, slope=1.0, **options):
-    """One window of 8 microbatches of this weight; the step of two parameters, and the metrics."""
+@cache
+def weighting(slope, **options):
+    """A step of two parameters, whose data say what they weigh."""
 
     def loss(params, batch, rng):
         value = (params["w"] * jnp.array([3.0, 4.0])).sum() * batch["x"].mean() * slope + 0.01
-        return elche.Weighted(value, jnp.float32(weight))
+        return elche.Weighted(value, batch["weight"][0])
 
-    train = elche.build_train_step(
-        loss, optax.sgd(1.0), devices=jax.devices()[:2], cadence=elche.Replay([(4, 4)]), **options
+    return elche.build_train_step(
+        loss, optax.sgd(1.0), devices=jax.devices()[:2], cadence=Script([(4, 4)]), **options
     )
+
+
+def weighted_window(weight, slope=1.0, **options):
+    """One window of 8 microbatches of this weight; the step of two parameters, and the metrics."""
+    train = weighting(slope, **options)
     state = train.init({"w": np.zeros(2, "f")})
-    with train.windows({"x": np.arange(1, 9, dtype="f")}, 1, shuffle=False) as windows:
+    data = {"x": np.arange(1, 9, dtype="f"), "weight": np.full(8, weight, "f")}
+    with train.windows(data, 1, shuffle=False) as windows:
         state, metrics = train(state, next(windows))
     return np.asarray(state.params["w"])[0], jax.device_get(metrics)
 
