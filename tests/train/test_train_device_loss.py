@@ -31,12 +31,21 @@ def expected(counts):
     return losses
 
 
-@pytest.fixture(params=["alike", "mixed", slow("lanes")])
+@pytest.fixture
 def devices(request):
     cpus = jax.devices("cpu")[:3]
     if request.param == "mixed":
         cpus[1] = request.getfixturevalue("twins")[0]
     return {"devices": cpus, "lanes": ((0, 2), (1,)) if request.param == "lanes" else None}
+
+
+DEVICES = ["alike", "mixed", "lanes"]
+
+
+def on(quick):
+    """On all of these devices; `make test` takes one, as other tests take the others."""
+    rows = [name if name == quick else slow(name) for name in DEVICES]
+    return pytest.mark.parametrize("devices", rows, indirect=True)
 
 
 def losses(said):
@@ -50,13 +59,16 @@ def train(devices, counts=COUNTS, **options):
 
 
 @pytest.mark.parametrize(
-    "averaging",
+    ("averaging", "devices"),
     [
-        None,
-        slow(elche.MeanGradient(compression="int8")),
-        elche.ParameterAveraging(),
-        slow(elche.DiLoCo(optax.sgd(0.7))),
+        (None, "alike"),
+        (elche.ParameterAveraging(), "mixed"),
+        *(slow(None, name) for name in ("mixed", "lanes")),
+        *(slow(elche.ParameterAveraging(), name) for name in ("alike", "lanes")),
+        *(slow(elche.MeanGradient(compression="int8"), name) for name in DEVICES),
+        *(slow(elche.DiLoCo(optax.sgd(0.7)), name) for name in DEVICES),
     ],
+    indirect=["devices"],
 )
 def test_the_loss_of_each_device(averaging, devices):
     _, said, _ = train(devices, averaging=averaging)
@@ -68,6 +80,7 @@ def test_the_loss_of_each_device(averaging, devices):
             np.testing.assert_allclose(metrics["loss"], mine, rtol=1e-6)
 
 
+@on("mixed")
 @pytest.mark.parametrize(
     "averaging",
     [slow(elche.MeanGradient(delay=2)), elche.ParameterAveraging(optimizer_state="keep", delay=1)],
@@ -101,6 +114,7 @@ def test_of_a_lane_at_rest(twins):
     np.testing.assert_allclose(losses(said), expected(counts), rtol=1e-5)
 
 
+@on("alike")
 def test_it_changes_nothing_else(devices):
     options = {"tx": optax.adam(0.1)}
     state, said, _ = train(devices, **options)
@@ -109,6 +123,7 @@ def test_it_changes_nothing_else(devices):
     assert all(metrics.keys() - others[0].keys() == {"device_loss"} for metrics in said)
 
 
+@on("mixed")
 def test_a_device_whose_loss_is_not_finite_is_seen(devices):
     rows = data()
     rows["x"][0] = np.nan  # of the first device
