@@ -134,7 +134,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("norm", [slow(False), True])
 def test_models_that_compute_in_16_bits_are_judged_by_their_loss(norm):
     model = Net(norm)
-    params = model.init(jax.random.key(0), data()["x"])
+    params = jax.jit(model.init)(jax.random.key(0), data()["x"])
 
     def loss(params, batch, rng):
         out, _ = model.apply(params, batch["x"], mutable=["batch_stats"], rngs={"dropout": rng})
