@@ -90,7 +90,7 @@ def build(world=2, metric=metric_fn, **options):
 # -- exact
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 3)  # 8 in `make test`
 @given(cases())
 @example(
     {
@@ -281,7 +281,7 @@ def value_of(state, data):
     return value.mean()
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [slow(1), 3])
 def test_a_training_state_between_windows(world, monkeypatch):
     train, state = training(world)
     evaluate = elche.build_eval_step(state_metrics, devices=train.devices)
