@@ -33,7 +33,7 @@ def test_records_give_the_plans_again(name, rule):
         emulate=EmulatedSpeeds([2.0, 2.0, 6.0]), **options,
     )  # fmt: skip
     state = train.init({"w": np.ones(3, "float32")})
-    for window in train.windows(DATA, 4, epochs=3):
+    for window in train.windows(DATA, 4, epochs=2):
         state, _ = train(state, window)
     controller = Controller(cadence, options.get("guard", elche.TrendGuard()))
     again = controller.init(3)

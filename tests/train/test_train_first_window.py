@@ -1,5 +1,7 @@
 """The first window is timed: the second plan follows from it."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,12 @@ def trained(windows=2, **options):
     return train
 
 
+@cache
+def known():
+    """One that knows its devices, for tests that only look at it."""
+    return trained(cadence=elche.ElChe(anchor=10))
+
+
 def assert_balanced(counts):
     fast, alike, slowest = counts
     assert min(fast, alike) > 1.5 * slowest, counts  # 4 on a quiet machine
@@ -56,7 +64,7 @@ def test_without_a_hint_the_second_plan_is_balanced(way):
     options = WAYS[way]
     if "config" not in options:
         options = options | {"cadence": elche.ElChe(anchor=10)}
-    train = trained(**options)
+    train = known() if way == "gradient" else trained(**options)
     first, second = train.counts_history[:2]
     assert first == (10, 10, 10)
     assert_balanced(second)
@@ -73,7 +81,7 @@ def test_a_wrong_hint_is_corrected_by_the_second_plan(hint):
 
 def test_the_time_of_the_first_window_is_without_compiling():
     """Busy times are those of the work, and a window lasts as long as its slowest device."""
-    train = trained(cadence=elche.ElChe(anchor=10))
+    train = known()
     (first, *_), waited = train.records, 1e3 * train._cache.stats.waited_s
     assert first.steady and first.busy_ms[2] >= 10 * MS[2]
     assert first.wall_ms < first.busy_ms[2] + waited / 2
@@ -81,7 +89,7 @@ def test_the_time_of_the_first_window_is_without_compiling():
 
 def test_what_is_known_is_not_waited_for():
     """Speeds that were restored: the second window is planned while the first one runs."""
-    train = trained(cadence=elche.ElChe(anchor=10))
+    train = known()
     again = build(cadence=elche.ElChe(anchor=10))
     assert not again._scheduler.knows()
     again.cadence_state = again.cadence_state
@@ -111,13 +119,16 @@ def test_a_cold_synchronisation_does_not_raise_the_anchor(way):
         loss_fn, optax.adam(1e-3), devices=jax.devices()[:3], emulate=EmulatedSpeeds([1.0] * 3),
         cadence=elche.ElChe(anchor=10, overhead_target=0.01), guard=guard, **WAYS[way],
     )  # fmt: skip
-    state = train.init(params)
+    state, counts = train.init(params), []
     for window in train.windows(data, 4):
         state, _ = train(state, window)
+        counts.append(window.counts[0])
+        if max(counts[2:], default=0) > 10 and len(train.records) > 1:
+            break
     first, second = train.records[:2]
     assert first.cold and first.steady and not second.cold
     assert first.sync_ms > 0.01 * max(first.busy_ms), "it would have been raised"
-    assert min(second.counts) <= 10 < max(row.counts[0] for row in train.records[2:])
+    assert min(second.counts) <= 10 < max(counts[2:])
 
 
 def test_a_first_compile_that_fails_may_be_tried_again(monkeypatch):

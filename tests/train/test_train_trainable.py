@@ -72,6 +72,12 @@ def test_as_optax_does_it_with_gradients_set_to_zero(form, world):
     elche.check_replicas(state)
 
 
+@cache
+def two(form):
+    """What two devices have trained, for tests that only look at it."""
+    return train_on(form and FORMS[form], 2, optax.adam(1e-2))
+
+
 def bytes_of(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
@@ -79,8 +85,8 @@ def bytes_of(tree):
 def test_bytes_that_are_saved():
     """8 * 64 + 64 numbers frozen, 64 trained: a tenth of the sums, moments and exchange."""
     report = {}
-    for name, trainable in (("all", None), ("head", FORMS["subtrees"])):
-        train, state = train_on(trainable, 2, optax.adam(1e-2))
+    for name, form in (("all", None), ("head", "subtrees")):
+        train, state = two(form)
         report[name] = train.report()
         sums = next(iter(train._runners._runners.values())).sums.take()
         assert bytes_of(sums.own.grads) == 2 * report[name].exchange_bytes
@@ -96,15 +102,15 @@ def test_bytes_that_are_saved():
 def test_what_is_frozen_is_not_in_the_collective():
     """The compiled exchange has operands for the head alone."""
 
-    def summed(trainable):
-        train, _ = train_on(trainable, 2, optax.sgd(1e-2), epochs=1)
+    def summed(form):
+        train, _ = two(form)
         runner = next(iter(train._runners._runners.values()))
         text = runner._combine.lower(runner.state, runner.sums.shapes).as_text()
         return sum(int(size) for size in _packed_sizes(text))
 
     others = 3  # loss, weight, devices that are not finite
     assert summed(None) == 640 + others
-    assert summed(FORMS["subtrees"]) == 64 + others
+    assert summed("subtrees") == 64 + others
 
 
 def _packed_sizes(text):
@@ -130,7 +136,7 @@ def test_frozen_leaves_may_be_integers():
 
 def test_what_was_trained_goes_on_with_other_parts_frozen():
     """Progressive training: the state's parameters begin another step's run."""
-    _, first = train_on({"body": False, "head": True}, 2, optax.sgd(0.1))
+    _, first = two("subtrees")
     train = elche.build_train_step(
         loss_fn, optax.sgd(0.1), devices=jax.devices()[:2], trainable={"body": True, "head": False}
     )
