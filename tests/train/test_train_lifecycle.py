@@ -306,7 +306,6 @@ def test_windows_trained_after_their_iterator_are_looked_at(world, rule):
     with pytest.raises(elche.NonFiniteError, match="window 0"):
         for window in others:
             state, _ = train(state, window)
-    train = build(world, loss=infinite, averaging=rule, cadence=elche.EveryBatch())
     state = train.init(PARAMS)
     state, _ = train(state, next(train.windows(data(), 4)))
     with pytest.raises(elche.NonFiniteError, match="window 0"):
@@ -624,7 +623,7 @@ def test_a_dropped_training_step_leaves_nothing_behind(how):
         return len(jax.devices()[0].client.live_executables())
 
     first = left()
-    assert [left(), left()] == [first] * 2
+    assert left() == first
 
 
 class Seen:
@@ -655,7 +654,10 @@ class Seen:
         return optax.GradientTransformation(lambda params: (), update)
 
 
-@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
+@pytest.mark.parametrize(
+    "exchange",
+    [pytest.param(None, id="devices"), slow(elche.HostExchange(), id="host")],
+)
 def test_threads_have_the_settings_of_the_loop(exchange):
     """Some of JAX's settings hold in a thread alone. Data is read and programs are traced under
     them, also those that a thread prepares: larger ones, fused ones, those of further devices."""

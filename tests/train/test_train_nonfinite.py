@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.data.order import epoch_order
@@ -333,7 +334,7 @@ def broken(state, rank):
     return state.replace(opt_state=(moments._replace(mu=mu), *state.opt_state[1:]))
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [slow(1), 2])
 def test_a_flipped_bit_is_found_during_training(rank):
     train = build([(1, 1, 1)], world=3, config=elche.DDPConfig(verify_every=2))
     state, steps = train.init(PARAMS), 0
@@ -404,7 +405,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["gradients", slow("averaging"), "host"])
 def test_weights_too_small_for_float32_are_not_lost(rule):
     """Devices take 1e-40 for 0, and 1e-35 times a gradient: each alone leaves no mean."""
 
@@ -478,11 +479,11 @@ def test_a_window_without_weight_changes_nothing_of_the_optimizer():
         return elche.Weighted(loss_fn(params, batch, rng), batch["n"].sum())
 
     examples = data() | {"n": np.repeat([1.0, 1, 0, 1, 1, 1], 16).astype("float32")}
+    train = elche.build_train_step(
+        loss, optax.adam(0.1), devices=jax.devices()[:2], cadence=Fixed((3, 1))
+    )
     states = []
     for part in (examples, {name: leaf[:32] for name, leaf in examples.items()}):
-        train = elche.build_train_step(
-            loss, optax.adam(0.1), devices=jax.devices()[:2], cadence=Fixed((3, 1))
-        )
         state = train.init(PARAMS)
         for window in train.windows({n: a[:48] for n, a in part.items()}, 4, shuffle=False):
             state, metrics = train(state, window)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import table
 
 import elche_jax as elche
 
@@ -63,8 +64,7 @@ def test_its_windows_do_not_wait_for_each_other():
         assert len(train.records) == 1, "of two that were trained"
 
 
-@pytest.mark.parametrize("placement", ["resident", "stream"])
-@pytest.mark.parametrize("world", [1, 2])
+@table(world=[1, 2], placement=["stream", "resident"])
 def test_a_guard_against_implicit_transfers(world, placement):
     """One device gets its data with the call of a program, which is meant like any placing."""
     devices = jax.devices()[:world]
