@@ -289,6 +289,7 @@ def test_a_lane_with_less_memory_does_not_lead(mixed, ran, monkeypatch):
     assert step.fleet.lead_order == (0, 1)  # as above, where both have the same
 
 
+@pytest.mark.slow  # test_the_lane_that_leads_may_rest moves them; kinds, rest and a replaced leaf
 def test_a_replaced_leaf_does_not_keep_the_others_from_moving(mixed):
     """A learning rate that the user sets, on all devices, beside the moments on the lead."""
 
