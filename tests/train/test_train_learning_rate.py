@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from marks import slow
+from marks import slow, table
 
 import elche_jax as elche
 from elche_jax.train.initial import optimizer_state
@@ -74,8 +74,7 @@ def once(tx, params=PARAMS, microbatches=7, examples=70):
     return tx.update(ONES, tx.init(params), params, value=jnp.float32(0), grad=ONES, **work)
 
 
-@pytest.mark.parametrize("unit", ["microbatches", "examples"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@table(name=SCHEDULES, unit=["microbatches", "examples"])
 @settings(max_examples=15)
 @given(windows=st.lists(st.tuples(st.integers(0, 80), st.integers(1, 32)), min_size=1, max_size=12))
 @example(windows=[(50, 2), (100, 2), (200, 2), (350, 2), (150, 2), (1, 2)])  # the schedules' edges
@@ -196,7 +195,7 @@ def rate_in(opt_state):
 
 @pytest.mark.parametrize("name", ROUND)
 def test_wrappers_that_hand_the_work_on(name):
-    assert rate_in(once(ROUND[name], microbatches=7)[1]) == 7.0
+    assert rate_in(after(name)) == 7.0
 
 
 @pytest.mark.parametrize("name", FORGET)
@@ -240,11 +239,16 @@ KEPT = {
 }
 
 
+@functools.cache
+def after(name):
+    """Its state after one update, at the seventh microbatch."""
+    return once(KEPT[name], microbatches=7)[1]
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_the_state_keeps_its_form(name):
-    tx = KEPT[name]
-    opt_state = optimizer_state(tx, PARAMS)
-    mine = optax.tree.get_all_with_path((opt_state, once(tx)[1]), "hyperparams")
+    opt_state = optimizer_state(KEPT[name], PARAMS)
+    mine = optax.tree.get_all_with_path((opt_state, after(name)), "hyperparams")
     for leaf in jax.tree.leaves([value for _, value in mine]):
         assert isinstance(leaf, jax.Array) and not leaf.weak_type
         assert leaf.dtype in (jnp.float32, jnp.int32)
