@@ -78,7 +78,7 @@ def test_policy_auto():
 def test_elche_finds_the_speeds_and_report_shows_them():
     train = build(4, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([5.0, 5.0, 10.0, 20.0]))
     state = train.init(PARAMS)
-    for window in train.windows(data(1024), 2):
+    for window in train.windows(data(640), 2):
         state, _ = train(state, window)
     fast, also_fast, middle, slow = train.counts
     assert min(fast, also_fast) > middle > slow
