@@ -125,9 +125,7 @@ CADENCES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["none", "window time", "replay", *(slow(name) for name in list(CADENCES)[2:-1])]
-)
+@pytest.mark.parametrize("name", ["none", "replay", *(slow(name) for name in list(CADENCES)[1:-1])])
 def test_any_cadence(name):
     evaluate, data = build(3, cadence=CADENCES[name]), examples(47)
     for batch_size in (4, 5):

@@ -590,8 +590,7 @@ def test_what_begins_as_no_number_drops_no_window(averaging, exchange):
     assert got["mask"].tolist() == [0, -np.inf]
 
 
-@pytest.mark.parametrize("averaging", [None, elche.ParameterAveraging()])
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@table(averaging=[None, elche.ParameterAveraging()], bad=[np.nan, np.inf])
 def test_what_becomes_no_number_drops_its_window(averaging, bad):
     """Also a NaN that takes the place of an `inf`."""
 

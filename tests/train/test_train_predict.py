@@ -106,7 +106,7 @@ def test_a_model_with_state(cadence):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 def test_a_training_state(world):
     def loss_fn(params, model_state, batch, rng):
         return ((batch["x"] * params["w"] - 1) ** 2).mean(), model_state
@@ -356,7 +356,7 @@ def test_functions_that_compare_equal_and_compute_other_things(fn):
         np.testing.assert_array_equal(got, x + model.array)
 
 
-@pytest.mark.parametrize("model", [Model(), Model([16, 10]), Unhashable(1.0)])
+@pytest.mark.parametrize("model", [Model(), slow(Model([16, 10])), Unhashable(1.0)])
 def test_a_method_is_the_same_in_every_call(model):
     """`model.apply` makes a new object whenever it is asked for."""
     assert model.apply is not model.apply
