@@ -97,6 +97,7 @@ def test_a_job_with_a_lane_at_rest_trains_as_one_device(options, mixed, ran):
     assert_trained(got, one_device(**options))
 
 
+@pytest.mark.slow  # test_a_job_with_a_lane_at_rest_trains_as_one_device, within rounding; kinds
 def test_it_makes_no_difference_to_the_bit(mixed, ran, monkeypatch):
     state, said, _ = rested()
     with monkeypatch.context() as patched:
@@ -135,7 +136,20 @@ def test_lanes_of_alike_devices_rest_too(lanes, ran):
     assert_trained(got, one_device())
 
 
-@pytest.mark.slow  # test_a_lead_without_work_stays_where_nothing_rests counts those that run
+def test_what_has_something_of_its_own_does_not_rest(mixed):
+    for averaging, rests in (
+        (None, True),
+        (elche.MeanGradient(delay=1), False),
+        (elche.MeanGradient(compression="int8"), False),
+        (elche.ParameterAveraging(), False),
+    ):
+        step = elche.build_train_step(plain_loss, ADAM, devices=mixed, averaging=averaging)
+        step.init(PARAMS)
+        with step.windows(rows(), BATCH):
+            assert step._last_pipeline.runner._rule.rests == rests
+
+
+@pytest.mark.slow  # the one above; test_a_lead_without_work_stays_where_nothing_rests trains one
 @pytest.mark.parametrize(
     "averaging",
     [
