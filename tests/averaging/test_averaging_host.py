@@ -712,8 +712,9 @@ def test_a_device_that_does_not_deliver(late, caplog):
     assert threads() == []
 
 
+@pytest.mark.slow  # test_the_times_of_a_device_that_is_late_again_are_learned
 @pytest.mark.parametrize(
-    "cadence", [elche.AdaComm(anchor=2), slow(elche.PostLocal(switch=4, anchor=2))],
+    "cadence", [elche.AdaComm(anchor=2), elche.PostLocal(switch=4, anchor=2)],
     ids=lambda cadence: type(cadence).__name__,
 )  # fmt: skip
 def test_the_windows_of_a_slow_device_are_counted_once(cadence):

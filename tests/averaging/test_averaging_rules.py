@@ -11,7 +11,7 @@ import optax
 import pytest
 from averaged import poisoned
 from hypothesis import assume, given, settings, strategies as st
-from marks import slow, table
+from marks import slow
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
@@ -414,7 +414,10 @@ def test_bytes_of_all_that_is_exchanged():
         assert metrics["exchange_bytes"] == sent
 
 
-@table(merge=["pooled", "first"], exchange=["device", "host"])
+@pytest.mark.parametrize(
+    ("merge", "exchange"),
+    [("pooled", "device"), slow("first", "host"), slow("pooled", "host"), slow("first", "device")],
+)
 def test_with_fragments_model_state_is_merged_by_the_work_of_the_window(merge, exchange):
     """A fragment's shares are those of the steps since its last exchange."""
 

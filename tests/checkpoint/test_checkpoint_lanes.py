@@ -132,10 +132,8 @@ def goes_on(state, train, cursor, saver=None):
     return state, jax.device_get(metrics)
 
 
-SAME = ["keep"]
-
-
-@pytest.mark.parametrize("name", [name if name in SAME else slow(name) for name in CASES])
+@pytest.mark.slow  # test_as_many_devices_of_other_kinds_go_on_the_same
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_kinds_go_on_with_the_same_bits(name, places, begun, tmp_path):
     devices = places["cpu+twin"]
     run = begun(name, *devices)

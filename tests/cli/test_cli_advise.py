@@ -163,7 +163,8 @@ def test_models_of_the_command_line_have_a_loss(name):
     assert (loss.shape, loss.dtype) == ((), "float32")
 
 
-@pytest.mark.parametrize("name", [name if name == "mlp" else slow(name) for name in sorted(MODELS)])
+@pytest.mark.slow  # test_a_target_is_measured, and those above
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_models_of_the_command_line_train(capsys, name):
     argv = f"--model {name} --devices 0 --seconds 0.01 --batch-size 4 --json"
     assert main(["advise", *argv.split()]) == 0

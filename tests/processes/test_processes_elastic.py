@@ -13,7 +13,6 @@ import jobs
 import numpy as np
 import pytest
 from elastic import BATCH, EPOCHS, EXAMPLES, ROWS, TOTAL, build
-from marks import slow
 from reference import params
 from waits import eventually
 
@@ -87,8 +86,9 @@ def check(folder, alone, out, sizes, repeated=()):
             np.testing.assert_allclose(end[name], leaf, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # test_another_number_is_wanted; test_processes_saving resumes over processes
 @pytest.mark.parametrize(
-    ("how", "sizes"), [("loop", (1, 2)), slow("loop", (3, 2, 4)), slow("fit", (1, 3, 2))]
+    ("how", "sizes"), [("loop", (1, 2)), ("loop", (3, 2, 4)), ("fit", (1, 3, 2))]
 )
 def test_as_many_processes_as_are_wanted(how, sizes, alone, tmp_path):
     number = tmp_path / "number"

@@ -27,6 +27,7 @@ def launched(folder, timeout, moments, *options):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # test_a_process_that_hangs_comes_back, and test_processes_lost
 def test_the_others_say_what_happened_and_go_on(tmp_path):
     moments = {"1": {"data": 0}}
     done = launched(tmp_path, 1, moments, "--on-failure", "continue")

@@ -50,7 +50,7 @@ def test_leaving_the_loop_early_ends_them():
     assert threads() == []
 
 
-@pytest.mark.parametrize("kind", ["iterator", "dataset"])
+@pytest.mark.parametrize("kind", ["iterator", slow("dataset")])
 def test_nothing_is_read_any_more_after_the_loop(kind):
     """The rest of the window that is being read is left to the user."""
     reading, go_on, read = threading.Event(), threading.Event(), []
