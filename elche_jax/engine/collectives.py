@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from elche_jax.engine.bits import as_bits, is_float, raw, with_type_of
+from elche_jax.engine.bits import as_bits, is_float, raw, wide, with_type_of
 from elche_jax.engine.exchange import packed_psum
 
 PyTree = Any
@@ -126,8 +126,8 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
                 f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
             )
         # not by promotion, which JAX refuses for floats of 8 bits
-        wide = leaf if leaf.dtype == jnp.float64 else leaf.astype(jnp.float32)
+        value = wide(leaf)
         # `!=`, not `>`: a NaN weight must make the sum NaN
-        return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
+        return jnp.where(weight != 0, value * weight.astype(value.dtype), 0)
 
     return jax.tree_util.tree_map_with_path(times, tree), weight
