@@ -1,7 +1,8 @@
 """Conversion of the user's examples and microbatches to NumPy or JAX arrays."""
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -39,6 +40,28 @@ def as_arrays(item: PyTree) -> PyTree:
         )
     # JAX takes a list for a node of the tree, and each of its numbers for a leaf
     return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
+
+
+@contextmanager
+def sorted_keys(where: str, what: str) -> Generator[None]:
+    """Turn JAX's error for a dict whose keys cannot be sorted into one that says where it is.
+
+    Args:
+        where: The function that takes or returns the pytree that is flattened here.
+        what: Name of the pytree there.
+
+    Raises:
+        TypeError: If the keys of a dict in it cannot be sorted.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "sorting pytree dictionary keys" not in str(error):
+            raise
+        raise TypeError(
+            f"{where}: dicts in {what} must have keys of one type, as JAX sorts them, got several "
+            f"({error.__cause__ or error}). Use strings."
+        ) from error
 
 
 def check_plain(path: Any, leaf: Any, where: str = "data") -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax.data.convert import as_arrays
+from elche_jax.data.convert import as_arrays, sorted_keys
 from elche_jax.data.order import Reading, epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Stopped, stack
 
@@ -171,7 +171,8 @@ Reader = IndexedReader | IterableReader
 
 def microbatch_size(item: PyTree, number: int) -> int:
     """Return the length of the common leading axis of an iterator's microbatch."""
-    pairs = jax.tree_util.tree_flatten_with_path(item)[0]
+    with sorted_keys("data", f"microbatch {number}"):
+        pairs = jax.tree_util.tree_flatten_with_path(item)[0]
     leaves = {jax.tree_util.keystr(path) or "microbatch": leaf for path, leaf in pairs}
     for name, leaf in leaves.items():
         if isinstance(leaf, str | bytes):

@@ -14,7 +14,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax.data.convert import as_arrays, check_plain, has_numpy_dtype, is_record, name_of
+from elche_jax.data.convert import (
+    as_arrays,
+    check_plain,
+    has_numpy_dtype,
+    is_record,
+    name_of,
+    sorted_keys,
+)
 
 PyTree = Any
 
@@ -27,6 +34,7 @@ interpreter lock only every 5 ms, and the loop that feeds the devices would wait
 """
 
 
+@sorted_keys("data", "an example")
 def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
     """Stack examples of the same structure along a new leading axis, on the host.
 
@@ -35,6 +43,7 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
         numbers: Their numbers in the dataset, for messages.
 
     Raises:
+        TypeError: If the keys of a dict cannot be sorted.
         ValueError: If the examples differ in structure, or a leaf in shape or dtype.
     """
     rows: list[np.ndarray] = []
@@ -204,7 +213,8 @@ def as_source(data: Any) -> Source:
         "__getitem__) or an iterable of microbatches"
     )
     # JAX treats these two as leaves, and deprecates flattening them
-    leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
+    with sorted_keys("data", "it"):
+        leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         source: Source = ArraySource(data)
     elif is_record(data):

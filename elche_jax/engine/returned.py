@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from elche_jax import _check as check
+from elche_jax.data.convert import sorted_keys
 
 PyTree = Any
 
@@ -20,13 +21,8 @@ def named_leaves(where: str, what: str, tree: PyTree) -> list[tuple[Any, Any]]:
     Raises:
         TypeError: If the keys of a dict in it cannot be sorted.
     """
-    try:
+    with sorted_keys(where, what):
         return jax.tree_util.tree_flatten_with_path(tree)[0]
-    except ValueError as error:
-        raise TypeError(
-            f"{where}: dicts in {what} must have keys of one type, as JAX sorts them, got several "
-            f"({error.__cause__ or error}). Use strings."
-        ) from error
 
 
 def checked_output(name: str, tree: PyTree) -> PyTree:

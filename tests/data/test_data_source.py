@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import (
     ArraySource,
     IterableSource,
@@ -210,6 +211,26 @@ def test_an_empty_iterator_is_an_error(empty):
 def test_containers_of_other_things_are_an_error(data, got):
     with pytest.raises(TypeError, match=FORMS + got):
         as_source(data)
+
+
+MIXED = {"x": np.zeros(4), 1: np.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("it", lambda: as_source(MIXED)),
+        ("an example", lambda: stack([MIXED], [0])),
+        ("microbatch 2", lambda: microbatch_size(MIXED, 2)),
+    ],
+)
+def test_keys_that_cannot_be_sorted(what, call):
+    message = (
+        rf"^data: dicts in {what} must have keys of one type, as JAX sorts them, got several "
+        r"\('<' not .* 'int' and 'str'\)\. Use strings\.$"
+    )
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("kind", [UserDict, type("Batch", (dict,), {})])
