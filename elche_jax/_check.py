@@ -7,6 +7,7 @@ integer here, and NaN and infinity are not numbers. Checked values are returned 
 numbers.
 """
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -404,3 +405,34 @@ def is_address(text: str) -> bool:
     """
     found = re.fullmatch(r"\S+:(\d{1,5})", text)
     return found is not None and 0 < int(found[1]) < 2**16
+
+
+def takes(what: str, fn: Callable[..., Any], names: Sequence[str], why: str = "") -> None:
+    """Check that a function accepts these positional arguments.
+
+    Args:
+        what: The function, for the message: ``loss_fn:``, ``TrainStep.init: merge``.
+        fn: The function.
+        names: Names of the arguments.
+        why: Appended to the rule.
+
+    Raises:
+        TypeError: If the function takes other arguments.
+
+    Examples:
+        >>> takes("loss_fn:", lambda params: 0.0, ("params", "batch"))
+        Traceback (most recent call last):
+            ...
+        TypeError: loss_fn: must take (params, batch), got a function of (params).
+    """
+    try:
+        # the wrapper's own signature: it may call what it wraps with other arguments
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # no signature: a builtin, for instance
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise TypeError(
+            f"{what} must take ({', '.join(names)}){why}, got a function of {signature}."
+        ) from error

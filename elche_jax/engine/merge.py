@@ -214,15 +214,12 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
         may_keep: Whether replicas may differ, so that `"keep"` is allowed.
 
     Raises:
-        TypeError: A rule does not fit the leaf's dtype.
+        TypeError: A rule does not fit the leaf's dtype, or the function takes other arguments.
         ValueError: A rule is unknown, the rules have another structure, or a pooled leaf has
             no partner.
     """
     named = jax.tree_util.tree_flatten_with_path(model_state)[0]
-    if callable(merge):
-        given = [merge(jax.tree_util.keystr(path), leaf) for path, leaf in named]
-    else:
-        given = spread("merge", "model_state", "auto" if merge is None else merge, model_state)
+    given = spread("merge", "model_state", "auto" if merge is None else merge, model_state)
     known = RULES if may_keep else RULES[:-1]
     rules = [
         _checked(rule, known, path, leaf) for rule, (path, leaf) in zip(given, named, strict=True)

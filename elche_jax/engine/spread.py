@@ -5,6 +5,9 @@ from typing import Any, cast
 
 import jax
 
+from elche_jax import _check as check
+from elche_jax.engine.shapes import named
+
 PyTree = Any
 
 
@@ -14,11 +17,12 @@ def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
     Args:
         argument: Name of the values in the error message.
         of: Name of the tree in the error message.
-        values: One value, or values in the structure of the tree, where one may stand for
-            a whole subtree.
+        values: A function `(path, leaf) -> value`; or one value, or values in the structure of
+            the tree, where one may stand for a whole subtree.
         tree: The tree.
 
     Raises:
+        TypeError: The function takes other arguments.
         ValueError: The structures do not match; the message says where.
 
     Examples:
@@ -26,6 +30,9 @@ def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
         >>> spread("trainable", "params", {"a": True, "b": False}, {"a": 0, "b": (1, 2)})
         [True, False, False]
     """
+    if callable(values):
+        check.takes(f"TrainStep.init: {argument}", values, ("path", "leaf"))
+        return [values(name, leaf) for name, leaf in named(tree, of)]
     try:
         spread_out = jax.tree.map(
             lambda value, part: jax.tree.map(lambda _: value, part), values, tree

@@ -63,7 +63,7 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
 
     Raises:
         ValueError: If no leaf is trained, or the structure does not match.
-        TypeError: If a flag is not a bool.
+        TypeError: If a flag is not a bool, or the function takes other arguments.
 
     Examples:
         >>> from elche_jax.engine.trainable import select_trainable
@@ -75,12 +75,8 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
     """
     if trainable is None:
         return Selection()
-    leaves = named(params, "params")
-    if callable(trainable):
-        flags = [trainable(name, leaf) for name, leaf in leaves]
-    else:
-        flags = spread("trainable", "params", trainable, params)
-    for (name, _), flag in zip(leaves, flags, strict=True):
+    flags = spread("trainable", "params", trainable, params)
+    for (name, _), flag in zip(named(params, "params"), flags, strict=True):
         if not isinstance(flag, bool | np.bool_):
             got = describe(flag) if hasattr(flag, "shape") else repr(flag)
             raise TypeError(

@@ -178,6 +178,7 @@ PAIR = {"x": {"mean": jnp.zeros(3), "var": jnp.zeros(3)}, "n": jnp.int32(0)}
         ({"x": {"mean": "pooled", "var": "mean"}, "n": "max"}, ValueError,
          r"pairs of leaves `mean` and `var` .* leaf \['x'\]\['mean'\] without its partner"),
         ({"x": 3, "n": "max"}, ValueError, r"got 3 for leaf \['x'\]\['mean'\]"),
+        (lambda p: "max", TypeError, r" must take \(path, leaf\), got a function of \(p\)\.$"),
     ],
 )  # fmt: skip
 def test_rules_that_do_not_fit(rules, error, message):

@@ -176,6 +176,7 @@ def test_what_was_trained_goes_on_with_other_parts_frozen():
         ),
         ({"body": 1, "head": True}, TypeError, r"got 1 for leaf \['body'\]\['b'\]"),
         (lambda path, leaf: leaf, TypeError, r"must be True or False .* for leaf \['body'\]"),
+        (lambda p: True, TypeError, r"must take \(path, leaf\), got a function of \(p\)\.$"),
     ],
 )
 def test_choices_that_do_not_fit(trainable, error, message):
