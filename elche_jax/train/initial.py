@@ -199,6 +199,15 @@ def _check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
         raise ValueError(check.message("train", "state", rule, got, todo)) from cause
 
 
+def check_digits(like: TrainState) -> None:
+    """Raise if a state has a dtype that JAX does not compute with at present."""
+    for name, leaf in named(like):
+        if jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True) != leaf.dtype:
+            rule, got = "have a dtype that JAX has on", f"{leaf.dtype} in leaf {name}"
+            todo = "Train with jax_enable_x64 as it was at TrainStep.init."
+            raise ValueError(check.message("TrainStep.windows", "state", rule, got, todo))
+
+
 def check_model_state(model_state: PyTree) -> None:
     """Raise if a leaf of the model state cannot be merged for its dtype, or would overflow."""
     for name, leaf in named(model_state, "model_state"):

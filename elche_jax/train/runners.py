@@ -27,6 +27,7 @@ from elche_jax.engine.runner import Runner, WindowRunner
 from elche_jax.engine.shapes import one_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
+from elche_jax.train.initial import check_digits
 from elche_jax.train.microbatch_split import Splitter
 from elche_jax.train.options import Options
 from elche_jax.train.spec import DataPlan
@@ -112,11 +113,12 @@ class Runners:
 
         Raises:
             TypeError: `loss_fn` does not return one of the supported forms.
-            ValueError: The loss cannot exclude the missing examples of a smaller microbatch,
-                microbatches cannot run in parts as `microbatch_split` says, or the metrics are
-                others in another process.
+            ValueError: JAX computes without a dtype of the state; the loss cannot exclude the
+                missing examples of a smaller microbatch, microbatches cannot run in parts as
+                `microbatch_split` says, or the metrics are others in another process.
         """
         options, shapes, impl = self._options, initial.shapes, initial.key_impl
+        check_digits(shapes)
         has_model_state = shapes.model_state is not None
         loss_fn = replace(self._loss_fn, has_model_state=has_model_state, mask_key=plan.mask_key)
         one = initial.one

@@ -205,6 +205,18 @@ def test_clipped_gradients_keep_the_dtypes_of_their_parameters():
     assert [leaf.dtype.name for leaf in pending.progress] == ["float32", "float64"]
 
 
+def test_a_window_without_the_digits_that_the_state_has():
+    train = elche.build_train_step(linear_loss, optax.sgd(0.1), devices=jax.devices()[:2])
+    with jax.enable_x64(True):
+        train.init({"w": np.zeros(3), "wide": np.zeros(2)})
+    message = (
+        r"^TrainStep.windows: state must have a dtype that JAX has on, got float64 in leaf "
+        r"\.params\['w'\]\. Train with jax_enable_x64 as it was at TrainStep\.init\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        train.windows({"x": X, "y": Y}, 8)
+
+
 def squares(params, batch):
     return (batch["x"] @ params["w"] + params["frozen"] - batch["y"]) ** 2
 
