@@ -12,4 +12,5 @@ def forks_end() -> Iterator[None]:
     try:
         yield
     finally:
-        jobs.FORKS.end()
+        for forks in jobs.FORKS:
+            forks.end()

@@ -1,4 +1,4 @@
-"""Runs programs of this folder in forks of one process, which has imported what they import.
+"""Runs programs of this folder in forks of this process, which has imported what they import.
 
 A job of several processes that trains a few windows takes most of its time to import JAX. Whoever
 starts this program gives it one end of a socket as its standard input. A message there is the
@@ -18,13 +18,19 @@ import types
 import warnings
 from pathlib import Path
 
+import advising  # noqa: F401  (for what it imports)
 import every_rule  # noqa: F401  (for what it imports)
 import flax.training.dynamic_scale  # noqa: F401  (which a program imports)
+import held  # noqa: F401  (which a program imports)
 import jax
 import losing  # noqa: F401  (for what it imports)
 import raising  # noqa: F401  (for what it imports)
 from jax._src import xla_bridge
 from scenes import collect_seldom
+
+import elche_jax.advice
+import elche_jax.train.evaluate
+import elche_jax.trainer  # noqa: F401  (these are imported when they are used)
 
 LATER = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_CPU_DEVICES"}
 """Variables that each process of a job has of its own."""

@@ -71,24 +71,28 @@ class Forks:
     @contextlib.contextmanager
     def started(self, *command: object, env: dict[str, str], limit: float) -> Iterator[Fork]:
         """Starts a program, and kills its group in the end; see `children.started`."""
-        channel = self._channel = self._channel or self._begin()
+        self.begin()
         environment = os.environ | children.COMMON | env
-        fork = Fork(channel, [*map(str, command)], environment)
+        fork = Fork(self._channel, [*map(str, command)], environment)
         with fork.said, children.ended(fork, limit):
             yield fork
 
-    def _begin(self) -> socket.socket:
+    def begin(self) -> None:
+        """Starts it, if it is not there, and does not wait for it."""
+        if self._channel is not None:
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._open.enter_context(ours)
         with theirs:
             # OpenBLAS has no threads then: a fork would not take them along
-            env = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, PATHS))}
+            env = {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "random"}
+            env["PYTHONPATH"] = ":".join(map(str, PATHS))
             server = children.started(
                 sys.executable, PATHS[-1] / "forking.py", env=env, limit=DAY, stdin=theirs,
                 stdout=None, stderr=None,
             )  # fmt: skip
             self._open.enter_context(server)
-        return ours
+        self._channel = ours
 
     def end(self) -> None:
         """Ends it."""

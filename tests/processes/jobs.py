@@ -16,7 +16,8 @@ from forks import PATHS, Forks
 LIMIT = 600
 """Seconds after which the processes of a job are killed."""
 
-FORKS = Forks()
+FORKS = Forks(), Forks()
+"""What every other process of a job is a fork of, so that neighbours have other hashes."""
 
 
 class Host(NamedTuple):
@@ -41,14 +42,17 @@ def started(
         devices: CPU devices of each process.
         arguments: Its arguments.
         hosts: Where each process runs; on this host if there are none.
-        fresh: Whether each has an interpreter of its own, with hashes of its own. If not, they
-            are forks of one, on Linux.
+        fresh: Whether each has an interpreter of its own. If not, they are forks, on Linux, if
+            they all run on this host.
     """
     hosts = hosts or [Host()] * len(devices)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = PATHS[-1] / program, *arguments
+    forked = not (fresh or any(host.command for host in hosts)) and sys.platform == "linux"
+    for forks in FORKS if forked else ():  # all at once, as each takes a second
+        forks.begin()
     with ExitStack() as stack:
         processes = []
         for at, (count, host) in enumerate(zip(devices, hosts, strict=True)):
@@ -59,11 +63,11 @@ def started(
                 "JAX_NUM_CPU_DEVICES": str(count),
                 "PYTHONPATH": ":".join(map(str, PATHS)),
             }
-            if fresh or host.command or sys.platform != "linux":
+            if forked:
+                one = FORKS[at % 2].started(*command, env=env, limit=LIMIT)
+            else:
                 interpreter = *host.command, sys.executable
                 one = children.started(*interpreter, *command, env=env, limit=LIMIT)
-            else:
-                one = FORKS.started(*command, env=env, limit=LIMIT)
             processes.append(stack.enter_context(one))
         yield processes
 

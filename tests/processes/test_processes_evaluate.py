@@ -18,7 +18,7 @@ FLEETS = [(2, 1), slow((1, 3)), slow((1, 1, 1))]
 def said(request):
     """What the processes say, by the names of the scenes."""
     asked = jobs.asked(request, "scene")
-    return jobs.run("evaluated.py", request.param, *asked, fresh=True)
+    return jobs.run("evaluated.py", request.param, *asked)
 
 
 def assert_close(got, want):

@@ -117,3 +117,8 @@ def test_replicas_are_bitwise_equal_across_processes(fleet, name, exchange, job)
 def test_every_rank_is_in_one_process(fleet, job):
     ranks = [rank for process in job(fleet) for rank in process["ranks"]]
     assert sorted(ranks) == list(range(sum(FLEETS[fleet])))
+
+
+def test_processes_have_hashes_of_their_own(job):
+    """As in a job of a user, where what is in the order of a set differs between processes."""
+    assert len({process["hash"] for process in job("2+1")}) == 2

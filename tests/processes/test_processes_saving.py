@@ -49,7 +49,7 @@ def job(request, place, wholes):
     """What the two processes say, by the names of the scenes, and their folder."""
     # other scenes look at what it has saved
     rules = sorted({"local", *jobs.asked(request, "rule")})
-    return jobs.run("saving.py", FLEET, "straight", place, *rules, fresh=True), place
+    return jobs.run("saving.py", FLEET, "straight", place, *rules), place
 
 
 def assert_params(got, want):

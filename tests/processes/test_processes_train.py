@@ -29,7 +29,7 @@ WITHOUT_ROWS = [
 def said(request):
     """What the two processes say, by the names of the scenes."""
     scenes = [*jobs.asked(request, "scene"), *WITHOUT_ROWS]
-    return jobs.run("behaviour.py", FLEET, json.dumps(scenes), fresh=True)
+    return jobs.run("behaviour.py", FLEET, json.dumps(scenes))
 
 
 def alone(counts, averaging=None, **options):

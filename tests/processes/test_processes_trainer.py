@@ -13,7 +13,7 @@ FLEET = (2, 1)
 def job(request, tmp_path_factory):
     """What the two processes say, by the names of the scenes, and their folder."""
     folder, asked = tmp_path_factory.mktemp("trainer"), jobs.asked(request, "scene")
-    return jobs.run("fitting_jobs.py", FLEET, folder, *asked, fresh=True), folder
+    return jobs.run("fitting_jobs.py", FLEET, folder, *asked), folder
 
 
 def test_all_processes_have_the_same_history(job):
