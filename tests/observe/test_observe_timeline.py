@@ -179,7 +179,7 @@ def test_several_threads_write_whole_lines_in_the_order_of_time(tmp_path):
 def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path):
     path = tmp_path / "run.jsonl"
     with Timeline(path) as timeline:
-        fill(timeline, [RECORD, (4, 'a "reason"}\n'), RECORD])
+        fill(timeline, [(4, 'a "reason"}\n'), RECORD])
     content = path.read_bytes()
     for end in range(len(content) + 1):
         path.write_bytes(content[:end])
@@ -189,7 +189,7 @@ def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path):
         with Timeline(path) as again:
             skip(again, 7)
         assert Timeline.read(path) == timeline.events[:whole] + again.events
-    assert whole == 3
+    assert whole == 2
 
 
 KILLED = """
