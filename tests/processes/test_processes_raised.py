@@ -27,7 +27,8 @@ HOW = {
 OF_FIRST = ("data", "exit", "exit, without with", "break", "loss")
 CASES = [*((1, how) for how in HOW), *((0, how) for how in OF_FIRST)]
 QUICK = 0, "data"
-"""By the process with the coordinator; of another one a launcher says below that it was heard."""
+"""By the process with the coordinator; that of another one reaches the first in the job of
+`test_what_fails_in_one_process_is_an_error_in_all`."""
 
 
 @pytest.mark.parametrize(("who", "how"), [row if row == QUICK else slow(*row) for row in CASES])
@@ -73,11 +74,13 @@ def test_one_that_leaves_its_loop_and_goes_on_is_in_another_call():
 PROGRAM = Path(__file__).parent / "blaming.py"
 
 
+# test_because_of_whom_a_process_leaves, and test_the_one_whose_error_ended_another_is_blamed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         ([], 7, ["process 1 ended with exit code 7"]),
-        slow(
+        (
             ["--on-failure", "continue"], 1,
             [
                 "process 1 ended with exit code 7",
