@@ -21,6 +21,7 @@ from scenes import collect_seldom, raised
 
 ROWS, BATCH = data(60), 4
 FIRST, OTHER = jax.process_index() == 0, jax.process_index() == 1
+TIMELINE = elche.Timeline()
 
 
 def trainer(**options):
@@ -31,7 +32,7 @@ def trainer(**options):
 @cache
 def shared():
     """That of runs which need none of their own: what one has compiled, the next ones use."""
-    return trainer()
+    return trainer(timeline=TIMELINE)
 
 
 def fit(made, epochs=2, **options):
@@ -70,12 +71,13 @@ class Broken:
 
 def whole(folder):
     """A run with all outputs, and the same with a stop after the first epoch."""
-    steps, timeline = Steps(), elche.Timeline()
+    steps = Steps()
     own = folder / "run" if FIRST else folder / "elsewhere"  # hosts need not share it
     result = fit(
-        trainer(timeline=timeline), run_dir=own, callbacks=[steps], log_every=4,
+        shared(), run_dir=own, callbacks=[steps], log_every=4,
         early_stopping=elche.EarlyStopping(patience=9),
     )  # fmt: skip
+    events = len(TIMELINE.events)
     fit(shared(), epochs=1, run_dir=own.with_name("half" if FIRST else "nothing"))
     again = fit(shared(), run_dir=own.with_name("half" if FIRST else "nothing"), resume="must")
     return {
@@ -83,7 +85,7 @@ def whole(folder):
         "params": {name: np.asarray(leaf).tolist() for name, leaf in result.params.items()},
         "seen": steps.seen, "written": steps.written, "stopped": result.stopped,
         "files": sorted(str(file.relative_to(own)) for file in own.rglob("*.*")),
-        "own timeline": len(timeline.events),
+        "own timeline": events,
         "again": [epoch.loss for epoch in again.history],
         "again, params": {n: np.asarray(leaf).tolist() for n, leaf in again.params.items()},
     }  # fmt: skip
