@@ -15,9 +15,13 @@ from models import assert_close, host
 from test_train_lanes import (
     ADAM,
     BATCH,
+    IDLE,
+    LATE,
+    MOMENTUM,
     PARAMS,
     all_bytes,
     assert_trained,
+    build,
     loss_fn,
     plain_loss,
     run,
@@ -286,8 +290,19 @@ def test_metrics_are_moved_in_a_lanes_thread(mixed, monkeypatch):
     assert len(where) == len(LEADS) and threading.main_thread() not in where
 
 
+def test_who_may_lead_by_memory(mixed, monkeypatch):
+    """What only the lead holds may not fit elsewhere."""
+    limits = {mixed[0]: 8, mixed[1]: 4, mixed[2]: 8}
+    monkeypatch.setattr(lane, "memory_limit", limits.__getitem__)
+    assert build(mixed, LEADS, loss_fn, ADAM).fleet.lead_order == (0,)
+    for limit in (8, 9):
+        limits[mixed[1]] = limit
+        assert build(mixed, LEADS, loss_fn, ADAM).fleet.lead_order == (0, 1)
+
+
+@pytest.mark.slow  # the one above; test_a_lead_without_work_stays_where_nothing_rests trains one
 def test_a_lane_with_less_memory_does_not_lead(mixed, ran, monkeypatch):
-    """What only the lead holds may not fit: the lead then takes the step without work."""
+    """The lead then takes the step without work."""
     limits = {mixed[0]: 8, mixed[1]: 4, mixed[2]: 8}
     monkeypatch.setattr(lane, "memory_limit", limits.__getitem__)
     leads = []
@@ -298,9 +313,6 @@ def test_a_lane_with_less_memory_does_not_lead(mixed, ran, monkeypatch):
     assert [number for number, at in sorted(ran) if at == 0] == list(range(len(LEADS)))
     assert_trained(got, one_device(LEADS, tx=ADAM))
     assert got[2].fleet.lead_order == (0,)
-    limits[mixed[1]] = 9
-    step = elche.build_train_step(plain_loss, ADAM, devices=mixed)
-    assert step.fleet.lead_order == (0, 1)  # as above, where both have the same
 
 
 @pytest.mark.slow  # test_the_lane_that_leads_may_rest moves them; kinds, rest and a replaced leaf
@@ -332,30 +344,25 @@ def test_a_replaced_leaf_does_not_keep_the_others_from_moving(mixed):
 @pytest.mark.parametrize("lasts", [(2,), slow((0, 1, 3, 4, 5, 6))], ids=str)
 def test_who_leads_follows_from_the_counts_of_a_window_alone(lasts, mixed, tmp_path):
     """Kinds round differently: a run that goes on from any checkpoint has the same bits."""
-    whole = []
-
-    def build():
-        return elche.build_train_step(
-            plain_loss, optax.adam(1e-2), devices=mixed, cadence=elche.Replay(LEADS)
-        )
+    whole, how = [], {"shuffle": False, "placement": "stream"}
 
     def saving(step, window):
         folder = elche.Checkpoints(tmp_path / str(window), every_windows=1)
         return contextlib.closing(elche.Checkpointer(step, folder))
 
-    step = build()
+    step = shared(tuple(mixed), tuple(LEADS), loss_fn, ADAM)
     state = step.init(PARAMS)
-    for window in step.windows(rows(LEADS), BATCH, shuffle=False):
+    for window in step.windows(rows(LEADS), BATCH, **how):
         state, _ = step(state, window)
         whole.append(all_bytes(state))
         if window.index in lasts:
             with saving(step, window.index) as saver:
                 saver.save(state, window)
     for last in lasts:
-        again = build()
+        again = build(mixed, LEADS, loss_fn, ADAM)
         with saving(again, last) as saver:
             state, cursor = saver.restore(again.init(PARAMS))
-        for window in again.windows(rows(LEADS), BATCH, shuffle=False, cursor=cursor):
+        for window in again.windows(rows(LEADS), BATCH, cursor=cursor, **how):
             state, _ = again(state, window)
             assert all_bytes(state) == whole[window.index]
         assert window.index == len(LEADS) - 1
@@ -396,11 +403,11 @@ def test_a_lead_without_work_stays_where_nothing_rests(mixed, ran):
     """Moving what it holds would gain nothing. Devices with something of their own do not rest."""
     leads = []
     run(
-        mixed, LEADS, rows=rows(LEADS), averaging=elche.MeanGradient(delay=1),
+        mixed, IDLE, rows=rows(IDLE), averaging=LATE, loss=plain_loss, tx=MOMENTUM, again=True,
         each=lambda window, state: leads.append(led(state)),
     )  # fmt: skip
-    assert leads == [mixed[0]] * len(LEADS)
-    assert len(ran) == 2 * len(LEADS)
+    assert leads == [mixed[0]] * len(IDLE)
+    assert len(ran) == 2 * len(IDLE)
 
 
 @pytest.mark.slow  # test_reading_changes_nothing compares the replicas of such lanes
@@ -408,14 +415,16 @@ def test_every_window_is_verified(mixed):
     assert_trained(train(mixed, verify_every=1), one_device())
 
 
+WITHOUT = [(2, 0, 1)] * 4
+"""Never with work for the second device."""
+
+
 def test_a_new_run_begins_with_nobody_at_rest(mixed, ran):
-    step = elche.build_train_step(
-        plain_loss, optax.sgd(0.1), devices=mixed, cadence=elche.Replay([(1, 0, 1)] * 3)
-    )
+    step = shared(tuple(mixed), tuple(WITHOUT), plain_loss, ADAM)
     for _ in range(2):
         state = step.init(PARAMS)
         ran.clear()
-        for window in step.windows(rows(), BATCH, epochs=None):
+        for window in step.windows(rows(WITHOUT), BATCH, placement="stream"):
             state, _ = step(state, window)
             if window.index == 2:
                 break
@@ -439,10 +448,10 @@ def test_a_lane_at_rest_has_nothing_to_be_timed(mixed, monkeypatch):
 
 
 def test_a_lane_at_rest_is_not_blamed_for_the_lead(mixed):
-    examples = rows([(2, 0, 1)] * 4)
+    examples = rows(WITHOUT)
     examples["x"][6 * BATCH] = np.nan  # in the third window, on the first device
     with pytest.raises(elche.NonFiniteError) as caught:
-        run(mixed, [(2, 0, 1)] * 4, rows=examples, loss=plain_loss, shuffle=False)
+        run(mixed, WITHOUT, rows=examples, loss=plain_loss, shuffle=False, again=True)
     assert caught.value.window == 2 and caught.value.microbatches == {0: range(6, 8)}
 
 
