@@ -29,7 +29,7 @@ def test_a_run_of_several_calls_of_windows_replays():
     again = build(2, cadence=elche.Replay(live.counts_history))
     replayed = again.init(PARAMS)
     for epoch, size in enumerate((28, 32)):
-        for window in again.windows(data(size), 4, seed=epoch):
+        for window in again.windows(data(size), 4, seed=epoch, placement="stream"):
             replayed, _ = again(replayed, window)
     a, b = (np.asarray(elche.unreplicate(s.params)["w"]) for s in (state, replayed))
     assert a.tobytes() == b.tobytes()
@@ -38,7 +38,7 @@ def test_a_run_of_several_calls_of_windows_replays():
 
 
 def test_hint_for_unequal_devices_of_one_kind(caplog):
-    train = build(2, emulate=EmulatedSpeeds([2.0, 12.0]))
+    train = build(2, emulate=EmulatedSpeeds([1.0, 6.0]))
     state = train.init(PARAMS)
     with caplog.at_level("WARNING", logger="elche_jax"):
         for window in train.windows(data(), 2, epochs=2):
@@ -58,7 +58,7 @@ def test_no_hint_on_times_that_are_mostly_noise(caplog, ms, hints):
 
 
 def test_no_hint_where_the_user_chose(caplog):
-    train = build(2, cadence=elche.EveryBatch(), emulate=EmulatedSpeeds([2.0, 12.0]))
+    train = build(2, cadence=elche.EveryBatch(), emulate=EmulatedSpeeds([1.0, 6.0]))
     state = train.init(PARAMS)
     for window in train.windows(data(), 2):
         state, _ = train(state, window)
@@ -78,7 +78,7 @@ def test_policy_auto():
 def test_elche_finds_the_speeds_and_report_shows_them():
     train = build(4, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([5.0, 5.0, 10.0, 20.0]))
     state = train.init(PARAMS)
-    for window in train.windows(data(640), 2):
+    for window in train.windows(data(448), 2):
         state, _ = train(state, window)
     fast, also_fast, middle, slow = train.counts
     assert min(fast, also_fast) > middle > slow
@@ -116,7 +116,7 @@ def test_two_training_steps_in_turns_do_not_count_each_others_time():
 def test_speeds_go_over_into_another_run():
     train = build(2, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([2.0, 8.0]))
     state = train.init(PARAMS)
-    for window in train.windows(data(512), 2):
+    for window in train.windows(data(256), 2):
         state, _ = train(state, window)
     assert train.counts[0] > train.counts[1]
     saved = json.dumps(train.cadence_state.to_dict())
@@ -124,7 +124,7 @@ def test_speeds_go_over_into_another_run():
     again.cadence_state = json.loads(saved)
     assert again.cadence_state == train.cadence_state
     again.init(PARAMS)
-    with again.windows(data(512), 2) as windows:
+    with again.windows(data(256), 2) as windows:
         assert next(windows).counts == train.counts
 
 
