@@ -76,7 +76,7 @@ def test_there_and_back(where):
 def test_a_flax_loop_goes_on_here_as_it_would_have():
     """The state of a plain Flax loop, then the same batches on one device here."""
     module, tx = LinenMLP(), optax.adam(1e-2)
-    variables = module.init(jax.random.key(0), X[:1], True)
+    variables = jax.jit(module.init, static_argnums=2)(jax.random.key(0), X[:1], True)
     state = train_state.TrainState.create(apply_fn=module.apply, params=variables["params"], tx=tx)
 
     @jax.jit

@@ -158,8 +158,8 @@ MADE = {
         r"model_state, batch\), got 1 arguments\.",
     ),
     "a loss of three": (
-        lambda: cnn(lambda outputs, batch: (1, 2, 3))(
-            cnn().params, cnn().model_state, {"x": X}, KEY
+        lambda: jax.eval_shape(
+            cnn(lambda outputs, batch: (1, 2, 3)), cnn().params, cnn().model_state, {"x": X}, KEY
         ),
         TypeError, r"from_nnx: loss must return a loss or \(loss, metrics\), got a tuple of 3\.",
     ),
