@@ -14,6 +14,8 @@ from elche_jax.advice.predict import plan
 from elche_jax.cadence import ElChe
 
 MS = st.floats(0.5, 40)
+few_windows = mock.patch("elche_jax.advice.predict.SETTLE", 20)
+"""For what holds however many windows a cadence is given to settle."""
 
 
 def advice_of(solo, together=None, sync_ms=1.0, step_ms=None, **options):
@@ -132,6 +134,7 @@ def test_a_dear_optimizer_does_not_make_a_slow_device_worth_it():
     assert str(advice).endswith("cadence=elche.FixedTotal(200)")
 
 
+@few_windows
 def test_windows_end_with_the_epoch():
     advice = advice_of((5, 5, 10, 20), epoch=20, total=263_431)
     assert sum(advice.elche.counts) == sum(advice.fixed_total.counts) == 20
@@ -151,7 +154,7 @@ def test_a_total_of_ones_own():
 
 
 @given(solo=st.lists(MS, min_size=2, max_size=5), sync_ms=st.floats(0, 30))
-@mock.patch("elche_jax.advice.predict.SETTLE", 20)  # it holds however many windows settle them
+@few_windows
 def test_the_line_to_paste_begins_with_the_counts_of_the_plan(solo, sync_ms):
     advice = advice_of(solo, sync_ms=sync_ms)
     cadence = eval(advice.cadence, {"elche": elche})
