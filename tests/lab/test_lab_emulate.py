@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -488,15 +489,30 @@ def failing_at(*place):
     return EmulatedSpeeds(schedule)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("window", [1, 3])
-def test_an_error_of_the_schedule_is_raised_as_it_is(window, world_size):
-    """In the middle of a run, and in its last window, which no dispatch follows."""
-    train = elche.build_train_step(
+FAILS = {"window": 1}
+"""The window in which the schedule of the step below fails."""
+
+
+@cache
+def failing(world_size):
+    """A step for the next test, which begins with `init`."""
+
+    def schedule(window, rank, microbatch):
+        return failing_at(FAILS["window"], 0).schedule(window, rank, microbatch)
+
+    return elche.build_train_step(
         lambda p, batch, rng: (batch["x"] @ p["w"]).mean(), optax.sgd(0.1),
         devices=jax.devices()[:world_size], cadence=elche.FixedTotal(2),
-        emulate=failing_at(window, 0),
+        emulate=EmulatedSpeeds(schedule),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
+def test_an_error_of_the_schedule_is_raised_as_it_is(window, world_size, monkeypatch):
+    """In the middle of a run, and in its last window, which no dispatch follows."""
+    monkeypatch.setitem(FAILS, "window", window)
+    train = failing(world_size)
     state = train.init({"w": np.zeros(2, "f")})
     with pytest.raises(LookupError, match=rf"no time of \({window}, 0\)"):
         for one in train.windows({"x": np.ones((16, 2), "f")}, batch_size=2):

@@ -72,6 +72,13 @@ def test_a_state_on_the_host():
             train({"w": 1}, window)
 
 
+@cache
+def injected(world):
+    """A step whose state has a learning rate, for tests that begin with `init`."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    return elche.build_train_step(loss_fn, tx, devices=jax.devices()[:world])
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("value", "error", "got"),
@@ -90,8 +97,7 @@ def test_a_state_on_the_host():
 )
 def test_a_learning_rate_that_is_not_on_every_device(value, error, got, world):
     """What is replaced in a state needs a copy for every device; the message says how."""
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:world])
+    train = injected(world)
     state = train.init(PARAMS)
     with train.windows(DATA, 4) as iterator:
         state, _ = train(state, next(iterator))

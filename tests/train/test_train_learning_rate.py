@@ -294,28 +294,29 @@ def test_resumed_it_goes_on_the_same():
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
 
 
-@pytest.mark.parametrize("unit", ["microbatches", "examples"])
 @pytest.mark.parametrize("world", [slow(1), 2])
-def test_in_a_training_step(world, unit):
+def test_in_a_training_step(world):
     """Windows of changing sizes, the last microbatch of the epoch smaller than the others."""
 
     def loss_fn(params, batch, rng):
         return (batch["x"] @ params["w"]) ** 2
 
-    sgd = schedule_by_work(optax.sgd, unit=unit)(learning_rate=COSINE)
+    units = "microbatches", "examples"
+    both = [schedule_by_work(optax.sgd, unit=unit)(learning_rate=COSINE) for unit in units]
     counts = [[1], [3], [2]] if world == 1 else [[1, 1], [1, 3], [2, 1], [1, 2]]
     changing = elche.Replay(counts * 10)
     train = elche.build_train_step(
-        loss_fn, optax.chain(optax.clip_by_global_norm(1.0), sgd),
+        loss_fn, optax.chain(optax.clip_by_global_norm(1.0), *both),
         devices=jax.devices()[:world], cadence=changing,
     )  # fmt: skip
     state = train.init({"w": np.ones(3, "float32")})
     data = {"x": np.random.default_rng(0).normal(size=(90, 3)).astype("float32")}
-    done = {"microbatches": 0, "examples": 0}
+    done = dict.fromkeys(units, 0)
     for window in train.windows(data, batch_size=4, epochs=2, drop_last=False):
         state, _ = train(state, window)
-        got = elche.unreplicate(state.opt_state)[1].hyperparams["learning_rate"]
-        np.testing.assert_allclose(got, cosine(done[unit]), rtol=1e-5)
+        for unit, own in zip(units, elche.unreplicate(state.opt_state)[1:], strict=True):
+            got = own.hyperparams["learning_rate"]
+            np.testing.assert_allclose(got, cosine(done[unit]), rtol=1e-5, err_msg=unit)
         now = elche.unreplicate(state)
         done = {"microbatches": int(now.microbatches), "examples": int(now.examples)}
     assert done == {"microbatches": 46, "examples": 180}

@@ -60,8 +60,18 @@ def by_optax():
     return params
 
 
+def test_all_forms_choose_the_same():
+    halves = [select_trainable(form, PARAMS).split(PARAMS) for form in FORMS.values()]
+    for half, leaves in ((0, [PARAMS["head"]]), (1, jax.tree.leaves(PARAMS["body"]))):
+        for made in halves:
+            chosen = jax.tree.leaves(made[half])
+            assert all(a is b for a, b in zip(chosen, leaves, strict=True))
+
+
 @pytest.mark.parametrize("world", [slow(1), 3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["subtrees", slow("every leaf"), slow("function")]
+)  # the one above
 def test_as_optax_does_it_with_gradients_set_to_zero(form, world):
     _, state = train_on(FORMS[form], world, optax.adamw(1e-2))
     got = jax.device_get(elche.unreplicate(state.params))
