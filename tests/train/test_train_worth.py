@@ -1,6 +1,7 @@
 """The line for a lane that costs more than it gives."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 
@@ -144,6 +145,7 @@ def test_a_run_in_which_a_lane_rests(late, averaging, mixed, monkeypatch, caplog
         return measured(plan, busy_ms, wall_ms, **rest | {"sync_ms": 0.1, "steady": True})
 
     monkeypatch.setattr(WindowPlan, "measured", slowed)
+    monkeypatch.setattr("elche_jax.train.worth.Rest", functools.partial(Rest, first=4, pairs=2))
     train = elche.build_train_step(
         lambda params, batch, rng: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.01),
         devices=mixed, cadence=elche.ElChe(anchor=1), averaging=averaging,
