@@ -250,8 +250,8 @@ def scale_by_hand(params, model_state, batch, rng):
 def test_a_head_with_methods_of_its_own():
     head = Scale()
     model = from_head(head, scale_loss)
-    got, metrics = trained(model, model.params, model.model_state)
-    want, wanted = trained(scale_by_hand, head.params, head.model_state)
+    got, metrics = trained(model, model.params, model.model_state, world=1)
+    want, wanted = trained(scale_by_hand, head.params, head.model_state, world=1)
     assert_equal(got, want)
     assert metrics == wanted
     outputs = model.apply_fn(got.params, got.model_state, data())

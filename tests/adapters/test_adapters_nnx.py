@@ -97,7 +97,7 @@ def test_the_module_stays_as_it_is_until_it_is_updated():
     module.eval()
     before, graph = everything(module)
     model = from_nnx(module, cross_entropy)
-    state, _ = trained(model, model.params, model.model_state)
+    state = stepped(model, model.params, model.model_state)
     after, graph_after = everything(module)
     assert_equal(after, before)
     assert graph == graph_after
