@@ -294,10 +294,13 @@ def test_who_may_lead_by_memory(mixed, monkeypatch):
     """What only the lead holds may not fit elsewhere."""
     limits = {mixed[0]: 8, mixed[1]: 4, mixed[2]: 8}
     monkeypatch.setattr(lane, "memory_limit", limits.__getitem__)
-    assert build(mixed, LEADS, loss_fn, ADAM).fleet.lead_order == (0,)
-    for limit in (8, 9):
+    for limit, order, leads in ((4, (0,), 0), (8, (0, 1), 1), (9, (0, 1), 1)):
         limits[mixed[1]] = limit
-        assert build(mixed, LEADS, loss_fn, ADAM).fleet.lead_order == (0, 1)
+        step = build(mixed, LEADS, plain_loss, ADAM)
+        assert step.fleet.lead_order == order
+        step.init(PARAMS)
+        with step.windows(rows(LEADS), BATCH):
+            assert step._last_pipeline.runner._led_by({0}) == leads, "the first lane has no work"
 
 
 @pytest.mark.slow  # the one above; test_a_lead_without_work_stays_where_nothing_rests trains one
