@@ -19,6 +19,11 @@ class Held:
     def let_go(self, window, rank):
         self._gates[window, rank].set()
 
+    def hold_again(self):
+        """Holds all for another run, as if none had been let go."""
+        self._gates.clear()
+        self.reached.clear()
+
     def on_host(self):
         return self._seconds
 

@@ -15,7 +15,7 @@ import pytest
 from averaged import NESTEROV, THREE, TX, assert_history, poisoned, train_on
 from held import Held
 from marks import slow, table
-from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
+from reference import BATCH, LEARNING_RATE, LEAVES, MOMENTUM, Outer, data, loss_fn, params, run
 from waits import eventually
 
 import elche_jax as elche
@@ -152,22 +152,22 @@ MERGE = {"bn": "pooled", "ema": "mean", "seen": "max", "any": "max", "head": "fi
 
 
 def noisy(rate):
-    return optax.chain(optax.add_noise(0.1, 0.5, 3), optax.adam(rate))
+    return optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(rate, momentum=MOMENTUM))
 
 
 @pytest.mark.parametrize("how", ["average", slow("keep")])
 def test_model_state_and_optimizer_state_as_on_the_devices(how):
     """Every rule, an optimizer with a key, a frozen parameter, a clipped norm."""
-    counts = [(2, 1, 3), (0, 2, 1), (1, 1, 0)]
+    counts = [(2, 3), (0, 2), (1, 0)]
     states = []
     for config in (HOST, elche.DDPConfig()):
         train = elche.build_train_step(
-            with_statistics, noisy(0.1), devices=jax.devices()[:3], config=config,
+            with_statistics, noisy(0.1), devices=jax.devices()[:2], config=config,
             averaging=elche.ParameterAveraging(optimizer_state=how), merge=MERGE,
             cadence=elche.Replay(counts), trainable={"b": True, "v": False, "w": True},
         )  # fmt: skip
         state = train.init(params(), model_state=STATISTICS, rng=3)
-        with train.windows(first(11), BATCH) as windows:
+        with train.windows(first(8), BATCH) as windows:
             for window in windows:
                 state, metrics = train(state, window)
         states.append((state, metrics, train.report().exchange_bytes))
@@ -434,16 +434,23 @@ def digits(counts):
     return {"x": exact.astype("float32")}
 
 
-def delayed(counts, delay=1, emulate=None, **options):
+def delayed(delay=1, emulate=None, **options):
+    """A training step with windows of (1, 1)."""
     return elche.build_train_step(
         sums, optax.sgd(1.0), devices=jax.devices()[:2], averaging=elche.MeanGradient(delay=delay),
-        cadence=elche.Replay(counts), exchange=elche.HostExchange(**options), emulate=emulate,
+        cadence=elche.Replay([(1, 1)] * 6), exchange=elche.HostExchange(**options), emulate=emulate,
     )  # fmt: skip
 
 
-def test_windows_before_a_changed_state_do_not_count_for_those_after_it():
+@pytest.fixture(scope="module")
+def one_pending():
+    """A training step with a window pending; every run begins anew."""
+    return delayed()
+
+
+def test_windows_before_a_changed_state_do_not_count_for_those_after_it(one_pending):
     """What was pending when the state was changed is lost, and nothing else."""
-    train = delayed([(1, 1)] * 6)
+    train = one_pending
     state, rows, cursor = train.init({"w": np.float32(0)}), digits([(1, 1)] * 6), None
     for _ in range(2):
         with train.windows(rows, BATCH, shuffle=False, cursor=cursor) as windows:
@@ -482,7 +489,7 @@ def test_a_loop_that_is_left_waits_for_what_is_pending(options, how, monkeypatch
             emulate.let_go(3, 1)
         return wait(condition, timeout)
 
-    train = delayed(counts, emulate=emulate, **options)
+    train = delayed(emulate=emulate, **options)
     state, cursor = train.init({"w": np.float32(0)}), None
 
     def leave():
@@ -515,11 +522,18 @@ def test_a_loop_that_is_left_waits_for_what_is_pending(options, how, monkeypatch
     assert [record.window for record in train.records] == list(range(6))
 
 
+@pytest.fixture(scope="module")
+def hanging():
+    """A training step whose devices are held in window 1 until they are let go, and what holds."""
+    emulate = Held([(1, 0), (1, 1)])
+    return delayed(emulate=emulate, timeout=0.25), emulate
+
+
 @pytest.mark.parametrize("who", ["nobody", "another thread", "the loop"])
-def test_who_waits_for_what_is_pending(who):
+def test_who_waits_for_what_is_pending(who, hanging):
     """Only the loop that left it, while its state is there; for devices that hang, not for ever."""
-    counts, emulate = [(1, 1)] * 3, Held([(1, 0), (1, 1)])
-    train = delayed(counts, emulate=emulate, timeout=0.25)
+    (train, emulate), counts = hanging, [(1, 1)] * 3
+    emulate.hold_again()
     state, windows = train.init({"w": np.float32(0)}), train.windows(digits(counts), BATCH)
     for window in windows:
         state, _ = train(state, window)
@@ -535,9 +549,11 @@ def test_who_waits_for_what_is_pending(who):
     else:
         found.append(clock.patience)
     assert found == [0.25 if who == "the loop" else 0.0]
-    windows.close()
+    if who == "the loop":
+        windows.close()
     for rank in range(2):
         emulate.let_go(1, rank)
+    windows.close()
     eventually(lambda: threads() == [])
 
 
@@ -955,7 +971,7 @@ def test_an_interrupt_while_the_loop_waits(late, step, running_ahead, monkeypatc
 
 
 @pytest.mark.parametrize("at", ["admit", "next_closed"])
-def test_ctrl_c_while_windows_are_pending_loses_none(at, sigint, monkeypatch):
+def test_ctrl_c_while_windows_are_pending_loses_none(at, one_pending, sigint, monkeypatch):
     """Before a window is launched it is not trained; after that the loop gets its state."""
     counts, method, calls = [(1, 1)] * 6, getattr(Coordinator, at), []
 
@@ -965,7 +981,7 @@ def test_ctrl_c_while_windows_are_pending_loses_none(at, sigint, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return method(exchange, *args)
 
-    train = delayed(counts)
+    train = one_pending
     state, cursor = train.init({"w": np.float32(0)}), None
     monkeypatch.setattr(Coordinator, at, pressing)
     with pytest.raises(KeyboardInterrupt):
