@@ -38,8 +38,9 @@ APART = [
 ]
 """Rules that have all parts of a rule between them: what is kept, sent, pending and weighed."""
 ONCE = [(name, FLEETS[at % len(FLEETS)]) for at, name in enumerate(APART)]
-QUICK = ONCE[1:5]
-"""Over each lanes a rule; mean gradients are trained over lanes in `tests/train`."""
+QUICK = [(APART[1], "1+3 alike"), ONCE[2], ONCE[4]]
+"""A rule over each lanes of which one has several devices; `tests/train` has lanes of one device,
+and mean gradients."""
 MORE = [*ONCE, *((APART[0], lanes) for lanes in FLEETS)]
 MORE += [(name, "2+2" if lanes == "1+1" else "1+1") for name, lanes in ONCE]
 MORE += [(name, FLEETS[at % len(FLEETS)]) for at, name in enumerate(TABLE) if name not in APART]

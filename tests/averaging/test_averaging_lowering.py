@@ -53,7 +53,7 @@ def one(tree):
 
 LANES = ["mean gradient, int8, three pending", "Local SGD, three pending",
          "DiLoCo, fragments, int8"]  # fmt: skip
-OTHER = ["mean gradient, bfloat16", "DiLoCo, int8, one pending", "a rule of one's own"]
+OTHER = ["mean gradient, bfloat16", "DiLoCo, int8, one pending"]
 """Rules whose programs with a collective are lowered by `make test`, beside lanes of others."""
 
 

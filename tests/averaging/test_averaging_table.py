@@ -165,10 +165,10 @@ WIDE = {("mean gradient, three pending", "device"), ("Local SGD, three pending",
 def test_float64_parameters_keep_their_digits(name, exchange):
     rule, by_hand = TABLE[name]
     outer = by_hand.get("outer")
-    want = exchanged.train(COUNTS[4], **by_hand | ({"outer": outer()} if outer else {}))
+    want = exchanged.train(COUNTS[2], **by_hand | ({"outer": outer()} if outer else {}))
     config = elche.DDPConfig(exchange=exchange)
     with jax.enable_x64(True):
-        got, metrics, state, _ = averaged.train_on(rule, COUNTS[4], config=config, wide=True)
+        got, metrics, state, _ = averaged.train_on(rule, COUNTS[2], config=config, wide=True)
     assert {leaf.dtype.name for leaf in state.params.values()} == {"float64"}
     averaged.assert_history(got, want, *TOLERANCE["float64"])
     assert {value.dtype.name for value in metrics[-1].values()} <= {"float32", "bool"}
