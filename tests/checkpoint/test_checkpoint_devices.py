@@ -93,7 +93,7 @@ def test_windows_are_numbered_on_by_other_devices(tmp_path):
         assert window.index + 1 == int(state.step[0])
         return numbers
 
-    first, second, third = two_calls(4), two_calls(2), two_calls(2)
+    first, second, third = two_calls(2), two_calls(1), two_calls(1)
     assert first + second + third == list(range(third[-1] + 1))
 
 

@@ -181,7 +181,7 @@ def test_other_devices_go_on_with_the_same_numbers(name, move, places, begun, tm
 
 
 OWN = [
-    ("delay", MOVES[0]),
+    slow("delay", MOVES[0]),
     ("keep", MOVES[1]),
     slow("keep", MOVES[0]),
     slow("keep", MOVES[4]),
@@ -207,7 +207,7 @@ def test_as_many_devices_of_other_kinds_go_on_the_same(name, move, places, begun
 
 
 @pytest.mark.parametrize("move", [MOVES[2], slow(("cpu+twin", "cpu+twin+cpu"))])
-@pytest.mark.parametrize("name", ["keep", "delay", slow("diloco"), slow("delayed diloco")])
+@pytest.mark.parametrize("name", ["keep", slow("delay"), slow("diloco"), slow("delayed diloco")])
 def test_another_number_of_devices_takes_their_average(move, name, places, begun, tmp_path):
     before, now = (places[place] for place in move)
     run = begun(name, *before)

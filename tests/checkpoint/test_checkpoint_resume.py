@@ -30,7 +30,7 @@ QUICK = ("delayed_diloco", "host")
 
 @pytest.mark.parametrize(
     ("name", "world"),
-    [(name, 4) if name in QUICK else slow(name, 4) for name in CASES]
+    [(name, 2) if name in QUICK else slow(name, 4) for name in CASES]
     + [slow(name, 1) for name in ("dropout", "scaled", "delay")],
 )
 def test_the_same_bits(name, world, tmp_path):
@@ -137,10 +137,10 @@ def test_windows_that_were_not_finite_stay_counted(name, tmp_path):
     """One microbatch in each epoch, in the first one in window 0, before the checkpoint."""
     case, rows = CASES[name], data()
     rows["x"][20] = np.inf
-    whole, train = run(case, tmp_path, nonfinite="skip", rows=rows)
+    whole, train = run(case, tmp_path, world=2, nonfinite="skip", rows=rows)
     for step in steps(tmp_path)[2:]:
         shutil.rmtree(tmp_path / str(step))
-    again, resumed = run(case, tmp_path, nonfinite="skip", rows=rows, resume="must")
+    again, resumed = run(case, tmp_path, world=2, nonfinite="skip", rows=rows, resume="must")
     assert content(again) == content(whole)
     assert train.skipped == resumed.skipped == 2  # one in each epoch
     assert sum(train.left_out) == (2 if name == "average" else 0)

@@ -267,6 +267,7 @@ store.save(3, {"w": np.ones((100, 100))}, frozenset(), {})
 """
 
 
+@pytest.mark.slow  # test_kills, and test_what_a_kill_has_left_is_gone_before_anything_is_written
 def test_what_a_killed_save_leaves_behind(filled, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(filled, folder)
