@@ -44,6 +44,7 @@ def on_one_device(train):
     return jax.device_get(elche.unreplicate(train((8,))))
 
 
+@pytest.mark.slow  # test_splits_of_a_model_with_batch_norm, which has dropout, too
 @pytest.mark.parametrize("split", SPLITS)
 def test_splits_of_a_model_with_dropout(split):
     one, two = on_one_device(with_dropout), with_dropout(split)
@@ -80,6 +81,7 @@ def test_splits_of_a_model_with_batch_norm(split):
     a = one.model_state["batch_stats"]["BatchNorm_0"]
     b = host(two.model_state)["batch_stats"]["BatchNorm_0"]
     np.testing.assert_allclose(a["mean"], b["mean"], rtol=0.2, atol=0.02)
+    assert int(host(two.microbatches)) == 160
 
 
 def test_model_state_is_the_mean_by_weight(devices4):
