@@ -164,10 +164,10 @@ def test_a_metric_with_a_name_of_the_table(name, options, taken, tmp_path, monke
         return loss_fn(params, batch, rng)[0], {name: 1.0}
 
     message = f"^loss_fn: metrics must not use the name '{name}', which is {taken}. "
+    one = trainer(1, loss)
     with pytest.raises(ValueError, match=message):
-        trainer(1, loss).fit(PARAMS, DATA, 8, 1, progress=False, **options)
-    one = trainer(1, loss).fit(PARAMS, DATA, 8, 1, progress=False)
-    assert one.history[0].metrics[name] == 1
+        one.fit(PARAMS, DATA, 8, 1, progress=False, **options)
+    assert one.fit(PARAMS, DATA, 8, 1, progress=False).history[0].metrics[name] == 1
 
 
 def test_a_score_that_nobody_gives(one, tmp_path):

@@ -258,17 +258,6 @@ def test_epochs_without_a_finite_window_try_the_patience(monitor, skipping):
     assert all(math.isnan(m.loss) and math.isnan(m.metrics["mae"]) for m in result.history)
 
 
-def test_delayed_metrics_are_those_that_are_known():
-    averaging = elche.ParameterAveraging(optimizer_state="keep", delay=1)
-    one = trainer(averaging=averaging)
-    _, _, seen = loop(one.train, epochs=1)
-    result = one.fit(PARAMS, DATA, 8, 1, progress=False)
-    known = [m for _, m in seen if m["weight"] > 0]
-    assert len(known) == len(seen) - 1
-    want = np.average([m["loss"] for m in known], weights=[m["weight"] for m in known])
-    assert result.loss == pytest.approx(want) and result.history[0].skipped == 0
-
-
 def test_the_trainers_cadence_is_the_users():
     one = elche.Trainer(
         loss_fn, optax.adam(1e-2), has_aux=True, devices=jax.devices()[:2],

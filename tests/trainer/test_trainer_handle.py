@@ -178,7 +178,7 @@ def ended(child):
 
 def test_a_program_that_ends_stops_its_run(tmp_path):
     body = """
-handle = trainer(cadence=elche.EveryBatch()).start(PARAMS, DATA, 8, None, **options)
+handle = trainer(1, cadence=elche.EveryBatch()).start(PARAMS, DATA, 8, None, **options)
 next(handle.metrics())
 """
     with program(body, tmp_path) as child:

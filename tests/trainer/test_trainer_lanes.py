@@ -1,5 +1,7 @@
 """Fitting, evaluation, inference and advice on devices of two kinds."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,21 +62,27 @@ def test_a_fit_that_was_stopped_goes_on(mixed, tmp_path):
     assert same_bits(jax.device_get(again.state), jax.device_get(whole.state))
 
 
-def test_timeline_and_report_name_the_kinds(mixed):
+@cache
+def told(*devices):
+    """A trainer, what came of its first run, and the events of that; later runs begin anew."""
     timeline = elche.Timeline()
     job = elche.Trainer(
-        loss_fn, optax.adam(1e-2), has_aux=True, devices=mixed, cadence=replay(),
+        loss_fn, optax.adam(1e-2), has_aux=True, devices=devices, cadence=replay(),
         config=elche.DDPConfig(timeline=timeline),
     )  # fmt: skip
-    result = job.fit(PARAMS, DATA, 8)
+    return job, job.fit(PARAMS, DATA, 8), tuple(timeline.events)
+
+
+def test_timeline_and_report_name_the_kinds(mixed):
+    _, result, events = told(*mixed)
     names = names_of(mixed)
     assert [name.split(" (")[1] for name in names] == ["cpu)", "twin)", "cpu)"]
-    started = [event for event in timeline.events if type(event).__name__ == "RunEvent"]
+    started = [event for event in events if type(event).__name__ == "RunEvent"]
     assert [list(event.devices) for event in started] == [names]
     assert [device.name for device in result.report.devices] == names
     assert all(name in str(result.report) for name in names)
     ran = [device.microbatches for device in result.report.devices]
-    rows = [event.counts for event in timeline.events if type(event).__name__ == "WindowEvent"]
+    rows = [event.counts for event in events if type(event).__name__ == "WindowEvent"]
     assert ran == np.sum(rows, axis=0).tolist() and sum(ran) == len(DATA["y"]) // 8
 
 
@@ -127,10 +135,12 @@ def test_outputs_come_in_the_order_of_the_data(cadence, placement, mixed):
 
 @pytest.mark.parametrize("averaging", [None, slow(elche.DiLoCo(optax.sgd(0.7)))])
 def test_a_training_state_is_evaluated_where_it_is(averaging, mixed):
-    train = elche.build_train_step(
-        loss_fn, optax.adam(1e-2), has_aux=True, devices=mixed, cadence=replay(),
-        averaging=averaging,
-    )  # fmt: skip
+    train = told(*mixed)[0].train
+    if averaging is not None:
+        train = elche.build_train_step(
+            loss_fn, optax.adam(1e-2), has_aux=True, devices=mixed, cadence=replay(),
+            averaging=averaging,
+        )  # fmt: skip
     state = train.init(PARAMS)
     for window in train.windows(DATA, 8):
         state, _ = train(state, window)

@@ -16,6 +16,7 @@ from fitting import (
     MODEL_STATE,
     PARAMS,
     evaluating,
+    loop,
     loss_fn,
     metric_fn,
     same_bits,
@@ -405,6 +406,7 @@ def pending(tmp_path_factory):
     return one_epoch(delayed(), tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow  # test_the_losses_of_the_epochs_wherever_it_stopped, on as many devices
 def test_the_last_window_is_told_of_on_fewer_devices(pending, tmp_path):
     options = {"data": DATA, "batch_size": 8, "progress": False}
     whole, part = PerWindow(), PerWindow()
@@ -417,6 +419,16 @@ def test_the_last_window_is_told_of_on_fewer_devices(pending, tmp_path):
     _, got = part.seen[0]
     assert float(got["weight"]) == float(want["weight"]) == 6 * 8
     assert [float(got[name]) for name in NAMES] == pytest.approx([float(want[n]) for n in NAMES])
+
+
+def test_delayed_metrics_are_those_that_are_known():
+    one = delayed()
+    _, _, seen = loop(one.train, epochs=1)
+    result = one.fit(PARAMS, DATA, 8, 1, progress=False)
+    known = [m for _, m in seen if m["weight"] > 0]
+    assert len(known) == len(seen) - 1
+    want = np.average([m["loss"] for m in known], weights=[m["weight"] for m in known])
+    assert result.loss == pytest.approx(want) and result.history[0].skipped == 0
 
 
 def renamed(params, batch, rng):

@@ -146,6 +146,7 @@ def test_metrics_of_devices_that_run_ahead_are_each_told_once():
     options = {
         "averaging": elche.ParameterAveraging(optimizer_state="keep"),
         "config": elche.DDPConfig(policy="async", exchange="host"),
+        "cadence": elche.Replay([(3, 1), (1, 3), (2, 2)] * 9),
     }  # fmt: skip
     told = []
 
@@ -157,7 +158,7 @@ def test_metrics_of_devices_that_run_ahead_are_each_told_once():
         def close(self):
             pass
 
-    result = trainer(**options).fit(
+    result = trainer(2, **options).fit(
         PARAMS, DATA, 8, 3, writers=[Rows()], log_every=1, progress=False
     )
     assert told == list(range(1, result.windows + 1))
