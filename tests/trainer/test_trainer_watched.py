@@ -216,7 +216,7 @@ def test_the_end_of_an_epoch_is_known_whatever_the_data(batch_size, ends):
 
 def test_nothing_of_a_run_is_kept_alive():
     data = {k: v.copy() for k, v in DATA.items()}
-    one = trainer()
+    one = shared()
     one.fit(PARAMS, data, 8, 1, progress=False)
     watched = weakref.ref(data["x"])
     del data
