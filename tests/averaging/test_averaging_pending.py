@@ -114,7 +114,11 @@ def forgetful(p, state, batch, rng):
     return p.sum() * 0, {"bn": {name: 0.9 * of[name] + 0.1 * now[name] for name in of}}
 
 
-@table(exchange=["device", "host"], delay=[1, 3], merge=["pooled", "mean"])
+@pytest.mark.parametrize(
+    ("exchange", "delay", "merge"),
+    [("device", 1, "pooled"), slow("host", 3, "pooled"), slow("host", 1, "mean"),
+     slow("device", 3, "mean")],
+)  # fmt: skip
 def test_statistics_that_a_window_forgets_do_not_build_up(exchange, delay, merge):
     """They deviate as those of a run without delay, by the noise of some microbatches."""
     windows, counts = 60, (30, 30)

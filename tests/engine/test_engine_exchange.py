@@ -64,7 +64,7 @@ def test_one_collective_per_dtype_and_large_array():
 @given(data=st.data())
 def test_two_bytes_on_the_wire_err_by_two_roundings(world, data):
     """|sum - exact| <= (2 + 2**-8) * 2**-8 * sum of sizes; alike on all."""
-    size = data.draw(st.integers(1, 9))
+    size = data.draw(st.sampled_from([1, 2, 9]))  # few, as each one is compiled
     values = data.draw(
         arrays(
             np.float32,
