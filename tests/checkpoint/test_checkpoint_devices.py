@@ -17,6 +17,7 @@ from resumed import (
     PLAIN,
     SCRIPT,
     Case,
+    averaged,
     content,
     data,
     plain_loss,
@@ -135,9 +136,9 @@ def check_pending(state, devices):
 
 @pytest.mark.parametrize(
     ("name", "now"),
-    [("keep", 1)]
-    + [slow(name, 1) for name in ("average", "fragments", "int8", "delay")]
-    + [slow(name, 2) for name in ("keep", "average", "fragments", "int8", "delay")],
+    [("delay", 2)]
+    + [slow(name, 2) for name in ("keep", "average", "fragments", "int8")]
+    + [slow(name, 1) for name in ("keep", "average", "fragments", "int8", "delay")],
 )
 def test_devices_that_have_their_own_are_averaged(name, now, own):
     stopped, first, folder = own(name)
@@ -167,6 +168,18 @@ def test_devices_that_have_their_own_are_averaged(name, now, own):
         state, _ = train(state, window)
     assert np.isfinite(raw(train.average(state)["a"])).all()
     assert int(state.step[0]) == window.index + 1 > EVERY
+
+
+def test_gradients_that_one_device_cannot_have_pending_are_dropped(tmp_path, caplog):
+    case = averaged(elche.MeanGradient(delay=1))
+    stopped, _ = run(case, tmp_path, world=2, until=EVERY)
+    _, state, cursor = taken_up(case, tmp_path, 1)
+    assert content(elche.unreplicate(state.params)) == content(elche.unreplicate(stopped.params))
+    assert cursor.window == EVERY
+    assert (
+        "elche: gradients of up to 1 windows were not applied when this run was saved; they are "
+        "dropped, as this run has one device or exchanges on the host." in caplog.messages
+    )
 
 
 def flat(state):
