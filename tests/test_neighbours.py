@@ -198,7 +198,8 @@ except RuntimeError:
 """
 
 
-@pytest.mark.slow  # JAX takes six seconds to give up
+@pytest.mark.slow
+@pytest.mark.further  # JAX takes six seconds to give up
 def test_a_coordinator_that_does_not_answer_ends_nobody():
     done = children.run(sys.executable, "-c", NOBODY)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr

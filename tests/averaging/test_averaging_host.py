@@ -912,6 +912,7 @@ def test_a_slow_device_gets_less_when_it_is_late_again():
 
 
 @pytest.mark.slow  # with real time; test_a_device_that_does_not_deliver holds one by an event
+@pytest.mark.further  # test_a_device_that_really_works_on_something_else has real time, too
 def test_a_device_that_sleeps_for_five_seconds_once():
     """With real time: the others are done with all data before it wakes."""
     fleet = [1.0, 1.0, 2.0]

@@ -470,6 +470,7 @@ def test_a_disk_that_is_full(on_error, small_files_only, tmp_path):
     train = elche.build_train_step(
         lambda params, batch, rng: ((batch["x"] @ params["w"]) ** 2).mean(),
         optax.sgd(0.1), devices=jax.devices()[:2],
+        cadence=elche.EveryBatch(),  # no program is compiled ahead, and written
     )  # fmt: skip
     state = train.init({"w": np.random.default_rng(0).normal(size=(300, 300)).astype("float32")})
     seen, folder = 0, tmp_path / "run"

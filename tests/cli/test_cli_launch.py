@@ -431,7 +431,8 @@ sys.exit(me)
         assert outcome(process)[0] == 5, "that of process 0"
 
 
-@pytest.mark.slow  # it is said after ten seconds
+@pytest.mark.slow
+@pytest.mark.further  # it is said after ten seconds
 def test_for_whom_it_waits_after_the_end_of_the_first_is_said(launched, tmp_path):
     """One that is stopped never ends, and has no heartbeat that is missed then."""
     text = """

@@ -48,6 +48,7 @@ def test_platforms_that_are_not_there_are_named(start):
 
 
 @pytest.mark.slow  # test_cli_advise advises in this process
+@pytest.mark.further
 def test_emulated_devices_are_made_and_advised_on(start):
     process = start(
         "advise", "--emulate", "1,3", "--seconds", "0.05", "--batch-size", "2", "--json"

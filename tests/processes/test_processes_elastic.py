@@ -132,6 +132,7 @@ def test_a_process_that_was_lost_comes_back(kill, others, repeated, alone, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.further  # test_checkpoint_memory.py has each part
 @pytest.mark.skipif(not os.access(IN_MEMORY, os.W_OK), reason="no file system in memory")
 def test_what_the_disk_did_not_take_is_in_memory(alone, tmp_path):
     """The first process ends while it writes; no window is trained again."""

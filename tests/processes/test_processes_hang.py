@@ -155,6 +155,7 @@ def test_a_watchdog_ends_with_its_process(name, timeout, tmp_path):
 
 
 @pytest.mark.slow  # test_the_others_say_what_happened_and_go_on launches a training, too
+@pytest.mark.further
 def test_two_launchers_at_once(tmp_path):
     command = (sys.executable, "-m", "elche_jax", "launch", "-n", "2", "--cpu-devices", "1")
     with ExitStack() as stack:

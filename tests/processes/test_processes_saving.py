@@ -89,6 +89,7 @@ def test_two_processes_go_on_with_a_checkpoint_of_one(half, job, wholes):
         assert got["counts"] == [list(row) for row in whole["counts"]]
 
 
+@pytest.mark.further  # a start of three processes; test_processes_elastic.py has fewer go on, too
 @pytest.mark.parametrize("rule", [slow("local")])  # the same as with a checkpoint of one
 def test_two_processes_go_on_with_a_checkpoint_of_three(rule, job, tmp_path):
     whole = job[0][0]["straight"][rule]["once"]
