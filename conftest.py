@@ -74,7 +74,7 @@ if TWIN is not None:  # not for the processes that tests start: it takes a while
 
 hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
 hypothesis.settings.register_profile(
-    "quick", parent=hypothesis.settings.get_profile("elche"), max_examples=25
+    "quick", parent=hypothesis.settings.get_profile("elche"), max_examples=20
 )
 
 

@@ -90,7 +90,7 @@ def build(world=2, metric=metric_fn, **options):
 # -- exact
 
 
-@settings(max_examples=settings.default.max_examples // 3)  # 8 in `make test`
+@settings(max_examples=settings.default.max_examples // 3)  # 6 in `make test`
 @given(cases())
 @example(
     {

@@ -48,7 +48,7 @@ def assert_bits(got, want):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
 
 
-@settings(max_examples=settings.default.max_examples // 3)  # 8 in `make test`
+@settings(max_examples=settings.default.max_examples // 3)  # 6 in `make test`
 @given(cases())
 @example(
     {
