@@ -191,7 +191,8 @@ class TrainStep:
 
         Raises:
             TypeError: A trained leaf of `params` is not a float array; `rng` is neither a
-                key nor a seed; a rule of `merge` does not fit its leaf.
+                key nor a seed; a rule of `merge` does not fit its leaf; a function for
+                `trainable` or `merge` does not take `(path, leaf)`.
             ValueError: `trainable` or `merge` do not fit; processes that pass different values, or
                 whose `trainable`, `merge` or optimizer differ.
             NonFiniteError, ReplicaMismatch: For a window of the previous run, if the loop
@@ -275,7 +276,8 @@ class TrainStep:
             RuntimeError: `init` was not called before.
             ValueError: Empty data, leaves of different length, a batch size larger than
                 the data, a placement that the data cannot have, a cursor beyond the epochs;
-                processes that pass different data, or whose `loss_fn` reports other metrics.
+                processes that pass different data, or whose `loss_fn` reports other metrics;
+                a state of float64, if `jax_enable_x64` has been switched off since.
             TypeError: `data` has an unsupported form or is not numeric; `loss_fn` does not
                 return a supported form.
         """
