@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import optax
 
 from elche_jax import _check as check
@@ -14,7 +15,9 @@ from elche_jax.engine.loop import LoopHook
 def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return the optimizer of `build_train_step`, whose update gets the keywords that it takes.
 
-    optax would drop those of what is not one of its own tuples, such as `optax.MultiSteps`.
+    optax would drop those of what is not one of its own tuples, such as `optax.MultiSteps`. The
+    update is a `jax.jit`, so that the programs of windows find the trace that `TrainStep.init`
+    makes of it for its checks.
 
     Raises:
         TypeError: It is no optimizer.
@@ -25,12 +28,13 @@ def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradient
         got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(optimizer), "")
         where, rule = "build_train_step", "be an optax optimizer"
         raise TypeError(check.message(where, "optimizer", rule, got, todo))
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
-    arguments = inspect.signature(optimizer.update).parameters.values()
-    if all(each.kind is not each.VAR_KEYWORD for each in arguments):
-        return optimizer
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    tx = optimizer
+    if not isinstance(tx, optax.GradientTransformation):
+        arguments = inspect.signature(tx.update).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in arguments):
+            tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    update = jax.jit(optax.with_extra_args_support(tx).update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def check_emulation(where: str, emulate: LoopHook | None, world_size: int) -> None:
