@@ -18,7 +18,7 @@ import numpy as np
 
 from elche_jax.engine.bits import is_float, wide_dtype
 from elche_jax.engine.collectives import broadcast_from
-from elche_jax.engine.exchange import Packing, packed_psum
+from elche_jax.engine.exchange import Packed, Packing, packed_psum
 from elche_jax.engine.job import Job, places_of
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.wire import Encoded, decoded, sum_bfloat16, sum_int8
@@ -69,7 +69,8 @@ class DeviceAxis:
         packed = [packing.pack(tree) for packing, tree in zip(packings, trees, strict=True)]
         summed = jax.lax.psum(packed, AXIS)
         pairs = zip(packings, summed, strict=True)
-        return tuple(packing.unpack(buffers, AXIS) for packing, buffers in pairs)
+        rank = jax.lax.axis_index(AXIS)
+        return tuple(Packed(packing, buffers, rank).tree() for packing, buffers in pairs)
 
     def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
         """Return the weighted sum of encoded arrays, see `elche_jax.engine.wire`."""

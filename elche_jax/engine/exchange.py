@@ -36,7 +36,8 @@ def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
     The result is bitwise that of `jax.lax.psum`.
     """
     packing = Packing.of(tree)
-    return packing.unpack(jax.lax.psum(packing.pack(tree), axis_name), axis_name)
+    summed = jax.lax.psum(packing.pack(tree), axis_name)
+    return Packed(packing, summed, jax.lax.axis_index(axis_name)).tree()
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,33 @@ class Packing:
     packs: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, tree: PyTree, below: int = PACK_BELOW) -> "Packing":
-        """Choose the packing of a pytree of arrays; those of fewer than `below` bytes share."""
+    def of(cls, tree: PyTree, below: int = PACK_BELOW, alike: bool = False) -> "Packing":
+        """Choose the packing of a pytree of arrays.
+
+        Args:
+            tree: The arrays.
+            below: Arrays of fewer bytes share buffers.
+            alike: Whether only arrays of one shape share a buffer.
+        """
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         leaves = jax.tree.leaves(like)
         large = [x.size * x.dtype.itemsize >= below for x in leaves]
         small = [i for i, alone in enumerate(large) if not alone]
         small.sort(key=lambda i: (str(leaves[i].dtype), leaves[i].shape))
-        together = [tuple(pack) for _, pack in groupby(small, key=lambda i: leaves[i].dtype)]
+        kinds = {i: (leaves[i].dtype, leaves[i].shape if alike else None) for i in small}
+        together = [tuple(pack) for _, pack in groupby(small, kinds.__getitem__)]
         return cls(like, (*((i,) for i, alone in enumerate(large) if alone), *together))
 
     @property
     def buffers(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the buffers."""
-        return jax.eval_shape(self.pack, self.like)
+        like = jax.tree.leaves(self.like)
+        return [
+            like[pack[0]]
+            if len(pack) == 1
+            else jax.ShapeDtypeStruct((sum(like[i].size for i in pack),), like[pack[0]].dtype)
+            for pack in self.packs
+        ]
 
     def pack(self, tree: PyTree) -> list[Any]:
         """Return one buffer per pack; an array that is alone in its pack is used as it is."""
@@ -78,30 +92,65 @@ class Packing:
             for pack in self.packs
         ]
 
-    def unpack(self, buffers: Sequence[Any], axis_name: str) -> PyTree:
-        """Invert `pack`, inside a mapped function."""
-        like, structure = jax.tree.flatten(self.like)
-        leaves: list[Any] = [None] * len(like)
-        for buffer, pack in zip(buffers, self.packs, strict=True):
-            if len(pack) == 1:
-                leaves[pack[0]] = buffer
-                continue
-            numbers, at = _numbers(len(pack), axis_name), 0
-            for shape, alike in groupby(pack, key=lambda i: like[i].shape):
-                members = list(alike)
-                size, count = like[members[0]].size, len(members)
-                rows = buffer[at : at + count * size].reshape(count, size)
-                for number, i in zip(numbers, members, strict=False):
-                    # the default would wrap negative indices, by three more operations for each
-                    row = jax.lax.dynamic_slice(
-                        rows, (number, np.int32(0)), (1, size), allow_negative_indices=False
-                    )
-                    leaves[i] = row.reshape(shape)
-                at += count * size
-        return structure.unflatten(leaves)
+
+@dataclass(frozen=True)
+class Packed:
+    """The buffers of a packing.
+
+    Attributes:
+        packing: The packing.
+        buffers: The buffers.
+        unknown: Any integer on the device that is not a constant of the program.
+    """
+
+    packing: Packing
+    buffers: Sequence[Any]
+    unknown: Any
+
+    @property
+    def like(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the leaves."""
+        return jax.tree.leaves(self.packing.like)
+
+    def bundles(self) -> dict[tuple[int, ...], Any]:
+        """Return leaves of one shape that share a buffer as rows of an array, by their indices."""
+        bundles, like = {}, self.like
+        for buffer, pack in zip(self.buffers, self.packing.packs, strict=True):
+            at = 0
+            for shape, alike in groupby(pack if len(pack) > 1 else (), lambda i: like[i].shape):
+                members = tuple(alike)
+                size = like[members[0]].size * len(members)
+                bundles[members] = buffer[at : at + size].reshape(len(members), *shape)
+                at += size
+        return bundles
+
+    def alone(self) -> dict[int, Any]:
+        """Return the leaves that have a buffer of their own, by their indices."""
+        pairs = zip(self.packing.packs, self.buffers, strict=True)
+        return {pack[0]: buffer for pack, buffer in pairs if len(pack) == 1}
+
+    def leaves(self) -> dict[int, Any]:
+        """Return all leaves, by their indices."""
+        bundles, leaves = self.bundles(), self.alone()
+        numbers = _numbers(max(map(len, bundles), default=0), self.unknown)
+        for members, bundle in bundles.items():
+            pairs = zip(members, numbers, strict=False)
+            leaves |= {i: row_of(bundle, number) for i, number in pairs}
+        return leaves
+
+    def tree(self) -> PyTree:
+        """Return the tree that was packed."""
+        leaves, structure = self.leaves(), jax.tree.structure(self.packing.like)
+        return structure.unflatten([leaves[i] for i in range(len(leaves))])
 
 
-def _numbers(count: int, axis_name: str) -> list[Any]:
+def row_of(rows: Any, number: Any) -> Any:
+    """Return one row of an array."""
+    # the default would wrap negative indices, by three more operations for each
+    return jax.lax.dynamic_index_in_dim(rows, number, keepdims=False, allow_negative_indices=False)
+
+
+def _numbers(count: int, unknown: Any) -> list[Any]:
     """Return the numbers `0, ..., count - 1` as values that XLA cannot fold into constants.
 
     XLA compiles one kernel for all arrays that are processed alike. With constant offsets into
@@ -110,8 +159,9 @@ def _numbers(count: int, axis_name: str) -> list[Any]:
     of a sort are neither constants nor fused into those kernels. Each number is the sum of its
     digits, which are separate arrays, so that all numbers are computed alike.
     """
-    rank = jax.lax.axis_index(axis_name)
-    key = jnp.stack([rank, rank + 1])  # already sorted, so that the sort changes nothing
+    if count == 0:
+        return []
+    key = jnp.stack([unknown, unknown])  # what is sorted are pairs of equal numbers
     powers = [BASE**n for n in range(len(np.base_repr(count - 1, BASE)))]
     values = [np.full(2, power * digit, np.int32) for power in powers for digit in range(BASE)]
     _, *values = jax.lax.sort((key, *map(jnp.asarray, values)), num_keys=1)

@@ -9,7 +9,7 @@ parameters.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -17,16 +17,17 @@ import jax.numpy as jnp
 import optax
 
 from elche_jax.engine.bits import wide_dtype
-from elche_jax.engine.choice import TentativeUpdate, chosen, computed_once
-from elche_jax.engine.exchange import SUM_BELOW, Packing
+from elche_jax.engine.bundles import Plan
+from elche_jax.engine.choice import chosen, computed_once
+from elche_jax.engine.exchange import SUM_BELOW, Packed, Packing
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.finite import all_finite, none_worse
-from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.microbatch import Terms, clip, plus
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
+from elche_jax.engine.tentative import TentativeUpdate, Update, plan_of
 from elche_jax.engine.wire import encode
 
 PyTree = Any
@@ -41,12 +42,14 @@ class GradientRule(Rule):
         packs: Whether small gradients are summed in one buffer. One array fewer is one argument
             fewer of a window's programs, and arguments take a large part of the time of the
             first window. Off if sums are not arguments, or if each array has its own scale.
+        plan: Plan of the optimizer's update, with equations joined, see `planned`; or None.
     """
 
     takes_agreed: ClassVar[bool] = True
 
     drop_nonfinite: bool = True
     packs: bool = False
+    plan: Plan | None = field(default=None, compare=False)
 
     def reads(self, state: TrainState) -> TrainState:
         return state.replace(opt_state=None, averaging=None)
@@ -104,18 +107,23 @@ class GradientRule(Rule):
         before, after = ended.before, ended.after
         trained, _ = self.work.selection.split(after.params)
         merged, last = self.merged(ended, mean)
-        grads = self._packing(trained).unpack(mean.payload, AXIS)
+        grads = Packed(self._packing(trained), mean.payload, before.step)
 
-        def moved(state: PyTree) -> tuple[PyTree, PyTree]:
-            trained, opt_state = state
-            updates, opt_state = self.update(before, grads, opt_state, trained, mean.loss)
-            return (optax.apply_updates(trained, updates), opt_state), updates
+        def judge(updates: PyTree) -> tuple[Any, PyTree]:
+            fine = ~mean.good | (none_worse(last, merged) & all_finite((mean.payload, updates)))
+            finite = mean.finite & fine
+            good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
+            return good, (good, finite, fine)
 
-        update = TentativeUpdate(moved, (trained, after.opt_state))
-        fine = ~mean.good | (none_worse(last, merged) & all_finite((mean.payload, update.seen)))
-        finite = mean.finite & fine
-        good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
-        trained, opt_state = update.applied_if(good)
+        state, rest = (trained, after.opt_state), (_counters(before), mean.loss)
+        update = TentativeUpdate(self._updater, grads, state, rest)
+        if self.plan is None:
+            state, verdict = update.applied_if(judge)
+        else:
+            # XLA may know that there is work; it does not know that counters are not negative
+            precondition = mean.good & (before.examples >= 0)
+            state, verdict = update.joined_if(judge, self.plan, precondition)
+        (trained, opt_state), (good, finite, fine) = state, verdict
         merged = chosen(good, merged, last)
         # a mean of nothing, as in the first windows with some pending, says nothing about the scale
         known = mean.good | ~finite
@@ -156,7 +164,48 @@ class GradientRule(Rule):
     def reports(self, state: TrainState) -> dict[str, Any]:
         return {} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}
 
+    @property
+    def _updater(self) -> Update:
+        def updated(
+            grads: PyTree, state: PyTree, counters: TrainState, loss: Any
+        ) -> tuple[PyTree, PyTree]:
+            trained, opt_state = state
+            updates, opt_state = self.update(counters, grads, opt_state, trained, loss)
+            return (optax.apply_updates(trained, updates), opt_state), updates
+
+        return updated
+
+    def planned(self, one: TrainState) -> "GradientRule":
+        """Return the same rule with equations of the optimizer's update joined if it is worth it.
+
+        For CPU devices. To be called outside of any traced function: JAX puts the mesh of a mapped
+        one into equations.
+
+        Args:
+            one: Shapes of one device's state.
+        """
+        trained, _ = self.work.selection.split(one.params)
+        state, loss = (trained, one.opt_state), jax.ShapeDtypeStruct((), jnp.float32)
+        plan = plan_of(self._updater, _sums_like(trained), state, _counters(one), loss)
+        return replace(self, plan=plan)
+
     def _packing(self, trained: PyTree) -> Packing:
-        """Return the packing in which gradients are summed."""
-        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, wide_dtype(p)), trained)
-        return Packing.of(like, below=SUM_BELOW if self.packs else 0)
+        """Return the packing in which gradients are summed.
+
+        On one device only like arrays share a buffer, which is then a bundle: XLA has no sharding
+        passes there, in which the number of arguments counts.
+        """
+        below = SUM_BELOW if self.packs or self.plan is not None else 0
+        return Packing.of(_sums_like(trained), below, alike=self.size == 1)
+
+
+def _sums_like(trained: PyTree) -> PyTree:
+    """Return shapes and dtypes of sums of gradients."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, wide_dtype(p)), trained)
+
+
+def _counters(state: TrainState) -> TrainState:
+    """Return a state with nothing but what `Rule.update` reads."""
+    return state.replace(
+        params=None, opt_state=None, model_state=None, key=None, loss_scale=None, averaging=None
+    )

@@ -70,6 +70,11 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
                     yield from equations(part)
 
 
+def called(eqn: core.JaxprEqn) -> Any:
+    """Return the jaxpr that an equation of `CALLS` runs."""
+    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+
+
 def smallest_float(jaxpr: Any) -> int:
     """Return the bytes of the smallest float that a jaxpr computes with; 4 if all are larger."""
     operands = [value for eqn in equations(jaxpr) for value in (*eqn.invars, *eqn.outvars)]
@@ -102,7 +107,7 @@ def _run(jaxpr: core.Jaxpr, given: Sequence[Origin]) -> list[Origin]:
 def _of_equation(eqn: core.JaxprEqn, given: list[Origin]) -> list[Origin]:
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
-        return _run(_plain(params["jaxpr"]), given)
+        return _run(_plain(called(eqn)), given)
     if name == "scan":
         return _of_scan(eqn, given)
     if name == "cond":

@@ -9,7 +9,7 @@ import numpy as np
 
 from elche_jax.averaging.rules import Compression
 from elche_jax.engine.bits import wide
-from elche_jax.engine.exchange import Packing
+from elche_jax.engine.exchange import Packed, Packing
 from elche_jax.engine.mapped import AXIS
 
 Leaves = list[Any]
@@ -125,7 +125,7 @@ def sum_bfloat16(sent: Encoded, weight: Any | None) -> Leaves:
     ends = np.cumsum([buffer.size for buffer in buffers])
     parts = jnp.split(whole[: flat.size], ends[:-1])
     summed = [x.reshape(buffer.shape) for x, buffer in zip(parts, buffers, strict=True)]
-    return packing.unpack(summed, AXIS)
+    return Packed(packing, summed, jax.lax.axis_index(AXIS)).tree()
 
 
 def _round(x: Any, scale: Any) -> Any:

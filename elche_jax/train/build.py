@@ -100,7 +100,8 @@ def build_train_step(
             `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
             with `has_aux` `(loss, (model_state, aux))`. As under `jax.jit`, other values that
             it reads must not change.
-        optimizer: An optax optimizer.
+        optimizer: An optax optimizer. `TrainStep.init` traces its update: values that this reads
+            besides its arguments must not change later.
         devices: The devices, of one kind or several, in any order, also of several backends
             (`jax.devices("cuda") + jax.devices("cpu")`); None for all devices of the
             default backend.

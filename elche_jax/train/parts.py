@@ -16,8 +16,8 @@ def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradient
     """Return the optimizer of `build_train_step`, whose update gets the keywords that it takes.
 
     optax would drop those of what is not one of its own tuples, such as `optax.MultiSteps`. The
-    update is a `jax.jit`, so that the programs of windows find the trace that `TrainStep.init`
-    makes of it for its checks.
+    update is a `jax.jit`, so that a plan of it finds the trace that `TrainStep.init` makes for
+    its checks.
 
     Raises:
         TypeError: It is no optimizer.

@@ -194,6 +194,7 @@ class Runners:
             work: Computes the gradient of a microbatch; None if no gradient is needed.
         """
         options, size = self._options, self._fleet.job.world_size
+        trains = work is not None
         if work is None:
             work = Microbatches(self._loss_fn, "scalar", (), "", initial.selection)
         common: Any = {
@@ -206,8 +207,12 @@ class Runners:
         if averaging is not None:
             return LocalRule(**common, parts=averaging.fragments, averaging=averaging)
         alone = options.late or options.host is not None or options.rule.compression == "int8"
-        packs = size > 1 and not alone and not isinstance(self._fleet, Lanes)
-        return GradientRule(**common, drop_nonfinite=options.finite.drops, packs=packs)
+        alone = alone or isinstance(self._fleet, Lanes)
+        drops = options.finite.drops
+        rule = GradientRule(**common, drop_nonfinite=drops, packs=size > 1 and not alone)
+        # devices of one lane are of one kind
+        joins = not alone and trains and self._fleet.devices[0].platform == "cpu"
+        return rule.planned(initial.one) if joins else rule
 
     def _make(self, rule: Rule, splits: tuple[int, ...], initial: StateSpec) -> WindowRunner:
         options, emulate = self._options, self._options.emulate

@@ -27,7 +27,7 @@ def loss_fn(params, batch, rng):
     return jnp.mean(sum(jnp.tanh(batch["x"] * p) for p in params) ** 2)
 
 
-def ends(monkeypatch, arrays, **options):
+def ends(monkeypatch, arrays, world=2, **options):
     """The optimized program that ends a window, as text."""
     texts = []
     lower = Mapped.lower
@@ -39,12 +39,12 @@ def ends(monkeypatch, arrays, **options):
 
     with monkeypatch.context() as patch:
         patch.setattr(Mapped, "lower", record)
-        devices = jax.devices()[:2]
+        devices = jax.devices()[:world]
         train = elche.build_train_step(loss_fn, optax.adam(1e-3), devices=devices, **options)
         state = train.init([np.ones(4, np.float32)] * arrays)
         with train.windows(DATA, batch_size=2, epochs=1) as windows:
             train(state, next(windows))
-    (text,) = (text for text in texts if "all-reduce(" in text)
+    (text,) = (text for text in texts if world == 1 or "all-reduce(" in text)
     return text
 
 
@@ -60,6 +60,12 @@ def test_arrays_of_a_shape_share_their_kernels(monkeypatch, options):
     of what a first window waits for."""
     few, many = (ends(monkeypatch, arrays, **options) for arrays in (4, 9))
     assert len(kernels(many)) <= len(kernels(few)) + 6  # two to five for each array without it
+
+
+def test_on_one_device_arrays_of_a_shape_are_updated_by_one_kernel(monkeypatch):
+    few, many = (ends(monkeypatch, arrays, world=1) for arrays in (4, 9))
+    assert len(kernels(many)) <= len(kernels(few)) + 6
+    assert few.count(" sqrt(") == many.count(" sqrt(") == 1  # by hand it is one for each array
 
 
 def kernels(text):

@@ -13,7 +13,7 @@ from marks import slow
 
 import elche_jax as elche
 from elche_jax.data.order import epoch_order
-from elche_jax.engine import choice
+from elche_jax.engine import tentative
 from elche_jax.engine.lane import lanes_of
 from elche_jax.observe.events import LossEvent
 
@@ -88,7 +88,7 @@ def test_skip_drops_the_update_on_all_devices_and_goes_on(in_place, monkeypatch)
     """Parameters and moments are those of a run that never saw the window."""
     make = shared
     if in_place:  # as large models are
-        monkeypatch.setattr(choice, "IN_PLACE", 0)
+        monkeypatch.setattr(tentative, "IN_PLACE", 0)
         make = build
     bad = data(5)  # the second window, microbatch 1 of device 0
     train = make(nonfinite="skip")
