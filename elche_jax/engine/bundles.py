@@ -156,6 +156,14 @@ class Plan:
         steps: The steps, in an order in which they can be run.
         bundled: Positions of the arguments of each bundle that is read, with its index.
         results: The results of the computation.
+
+    Examples:
+        >>> import jax, numpy as np
+        >>> from elche_jax.engine.bundles import Plan
+        >>> arrays = [np.ones(3, "float32")] * 8
+        >>> plan = Plan(jax.make_jaxpr(lambda *xs: [2 * x for x in xs])(*arrays))
+        >>> [(step.eqn.primitive.name, step.joined) for step in plan.steps]
+        [('mul', True)]
     """
 
     def __init__(self, closed: core.ClosedJaxpr):
