@@ -87,6 +87,11 @@ class Noted(NamedTuple):
 class Board:
     """The file with the notes of one process, mapped into memory.
 
+    Attributes:
+        path: The file.
+        memory: The file in memory, as bytes.
+        words: The same, as numbers of 8 bytes.
+
     Args:
         path: The file, see `create`.
     """
@@ -94,8 +99,8 @@ class Board:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         with self.path.open("r+b") as file:
-            self._bytes = mmap.mmap(file.fileno(), _SIZE)
-        self._words = memoryview(self._bytes).cast("q")
+            self.memory = mmap.mmap(file.fileno(), _SIZE)
+        self.words = memoryview(self.memory).cast("q")
         self._free = list(range(_SLOTS, _SLOTS + _SLOT * _COUNT, _SLOT))
         self._read = 0
 
@@ -110,10 +115,10 @@ class Board:
         """
         path.write_bytes(bytes(_SIZE))
         board = cls(path)
-        board._words[_WATCHED], board._words[_NOTED] = watched, noted
+        board.words[_WATCHED], board.words[_NOTED] = watched, noted
         return board
 
-    # -- the process that writes -----------------------------------------------------
+    # -- the process that writes, see also the functions below -----------------------
 
     def claim(self) -> bool:
         """Take the board for this process, as long as it lives.
@@ -128,16 +133,16 @@ class Board:
         except OSError:
             os.close(lock)
             return False
-        self._words[_PID] = os.getpid()
+        self.words[_PID] = os.getpid()
         return True
 
     def begin(self, kind: str, window: int) -> int:
         """Note that a phase begins; return its place."""
-        if self._words[_TOLD] != self._read:
-            self._read = self._words[_TOLD]
+        if self.words[_TOLD] != self._read:
+            self._read = self.words[_TOLD]
             log_told()
         try:
-            at, words = self._free.pop(), self._words  # atomic: threads note, too
+            at, words = self._free.pop(), self.words  # atomic: threads note, too
         except IndexError:  # more at once than there are places: this one is not seen
             return 0
         words[at + 1], words[at + 2] = window, time.monotonic_ns()
@@ -149,61 +154,21 @@ class Board:
         """Note that a phase has ended."""
         if not at:
             return
-        self._words[at] = 0
-        self._words[_NOTES] += 1
+        self.words[at] = 0
+        self.words[_NOTES] += 1
         self._free.append(at)
-
-    def joined(self, process: int, several: bool) -> None:
-        """See the function of this name."""
-        self._words[_PROCESS], self._words[_SEVERAL] = process, several
-        self._words[_NOTES] += 1
-
-    def opened(self, window: int, ranks: Sequence[int], process: int) -> None:
-        """See the function of this name."""
-        self._words[_PROCESS] = process
-        self._bytes[_RANKS] = _named(ranks).encode()[:128].ljust(128, b"\0")
-        self._words[_FIRST] = self._words[_WINDOW] = window
-        self._words[_RUNS] += 1
-
-    def closed(self) -> None:
-        """See the function of this name."""
-        self._words[_RUNS] -= 1
-
-    def completed(self, window: int, trains: bool) -> None:
-        """See the function of this name."""
-        self._words[_WINDOW] = window + 1
-        self._words[_TRAINED] += trains
-
-    def blame(self, process: int) -> None:
-        """See the function of this name."""
-        self._words[_BECAUSE] = process + 1
-
-    @property
-    def noted(self) -> bool:
-        """Whether phases are noted."""
-        return self._words[_NOTED] != 0
-
-    @property
-    def watched(self) -> bool:
-        """Whether a watchdog reads it."""
-        return self._words[_WATCHED] != 0
-
-    @property
-    def asked(self) -> bool:
-        """Whether the process was asked to save and to end."""
-        return self._words[_ASKED] != 0
 
     # -- the process that reads ------------------------------------------------------
 
     def read(self) -> Noted:
         """Return what is noted at this moment."""
-        words = self._words
+        words = self.words
         phases: list[Phase] = []
         for at in range(_SLOTS, _SLOTS + _SLOT * _COUNT, _SLOT):
             code, window, begun, again = (*words[at : at + 3], words[at])
             if code and code == again:
                 phases.append(Phase(KINDS[code], window, begun))
-        ranks = self._bytes[_RANKS].rstrip(b"\0").decode()
+        ranks = self.memory[_RANKS].rstrip(b"\0").decode()
         return Noted(
             words[_PID], words[_NOTES], words[_FIRST], words[_WINDOW], words[_TRAINED],
             words[_RUNS] > 0, words[_PROCESS], bool(words[_SEVERAL]), ranks, tuple(phases),
@@ -212,15 +177,15 @@ class Board:
     @property
     def because(self) -> int | None:
         """Because of which process it has ended, itself included; None if it did not say."""
-        return self._words[_BECAUSE] - 1 if self._words[_BECAUSE] else None
+        return self.words[_BECAUSE] - 1 if self.words[_BECAUSE] else None
 
     def tell(self) -> None:
         """Let the process read what was told, with its next note."""
-        self._words[_TOLD] += 1
+        self.words[_TOLD] += 1
 
     def ask(self) -> None:
         """Ask the process to save and to end, so that it can be started again."""
-        self._words[_ASKED] = 1
+        self.words[_ASKED] = 1
 
 
 class _Noting(AbstractContextManager[None]):
@@ -260,31 +225,36 @@ def phase(kind: str, window: int = -1) -> AbstractContextManager[None]:
 def completed(window: int, trains: bool) -> None:
     """Note that a window is complete, and whether it trains."""
     if _board is not None:
-        _board.completed(window, trains)
+        _board.words[_WINDOW] = window + 1
+        _board.words[_TRAINED] += trains
 
 
 def joined(process: int, several: bool) -> None:
     """Note the index of this process in its job, and whether that has others."""
     if (board := _board or _given) is not None:
-        board.joined(process, several)
+        board.words[_PROCESS], board.words[_SEVERAL] = process, several
+        board.words[_NOTES] += 1
 
 
 def opened(window: int, ranks: Sequence[int], process: int) -> None:
     """Note that a run begins with a window, on devices of these ranks."""
     if _board is not None:
-        _board.opened(window, ranks, process)
+        _board.words[_PROCESS] = process
+        _board.memory[_RANKS] = _named(ranks).encode()[:128].ljust(128, b"\0")
+        _board.words[_FIRST] = _board.words[_WINDOW] = window
+        _board.words[_RUNS] += 1
 
 
 def closed() -> None:
     """Note that a run has ended."""
     if _board is not None:
-        _board.closed()
+        _board.words[_RUNS] -= 1
 
 
 def blame(process: int) -> None:
     """Note because of which process this one ends: of itself, if others end because of it."""
     if _given is not None:
-        _given.blame(process)
+        _given.words[_BECAUSE] = process + 1
 
 
 def ask() -> None:
@@ -295,7 +265,7 @@ def ask() -> None:
 
 def asked() -> bool:
     """Return whether this process was asked to save and to end, by a launcher or by itself."""
-    return _asked or (_board is not None and _board.asked)
+    return _asked or (_board is not None and _board.words[_ASKED] != 0)
 
 
 def noting() -> bool:
@@ -305,7 +275,7 @@ def noting() -> bool:
 
 def watched() -> bool:
     """Return whether a watchdog reads the notes."""
-    return _board is not None and _board.watched
+    return _board is not None and _board.words[_WATCHED] != 0
 
 
 def write_to(board: Board) -> bool:
@@ -353,7 +323,7 @@ def _begin() -> None:
             given = Board(path)
             if write_to(given):
                 _given = given
-                _board = given if given.noted else None
+                _board = given if given.words[_NOTED] else None
 
 
 _begin()
