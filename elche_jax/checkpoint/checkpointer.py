@@ -109,7 +109,7 @@ class Checkpointer:
         self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
-        self._memory = Memory(self._folder, checkpoints.monitor)
+        self._memory = Memory(self._folder, checkpoints)
         self._job.check_same("Checkpointer", checkpoints=checkpoints.shared())
         self._opened = self._job.by_first(self._open)
         self._not_again_before = 0.0
@@ -122,9 +122,7 @@ class Checkpointer:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stack.callback(lock(self._folder))  # before anything in it is changed
-            self._store = Store(
-                self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor
-            )
+            self._store = Store(self._folder, asked)
             self._stack.callback(self._store.close)
             return True
         except BaseException as error:

@@ -6,12 +6,14 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from elche_jax._progress import DESTINATION, MEMORY
 from elche_jax.checkpoint.content import Content
 from elche_jax.checkpoint.errors import described
 from elche_jax.checkpoint.leaves import digest
+from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.checkpoint.store import Saved, Store
 
 logger = logging.getLogger("elche_jax")
@@ -41,12 +43,13 @@ class Memory:
 
     Args:
         folder: The folder on disk, by which the checkpoint is found again.
-        monitor: Name of the metric of its score.
+        checkpoints: Those on disk; in memory there is only the last one.
     """
 
-    def __init__(self, folder: Path, monitor: str):
+    def __init__(self, folder: Path, checkpoints: Checkpoints):
         given = os.environ.get(MEMORY)
-        self._folder, self._monitor = folder, monitor
+        self._folder = folder
+        self._checkpoints = replace(checkpoints, keep_last=1, keep_best=0)
         self._place = Path(given, digest(str(folder).encode())) if given else None
         self.step: int | None = None
 
@@ -70,7 +73,7 @@ class Memory:
                 self.forget(there)
             self._place.mkdir(exist_ok=True)
             (self._place / DESTINATION).write_text(str(self._folder))
-            with closing(Store(self._place, monitor=self._monitor)) as store:
+            with closing(Store(self._place, self._checkpoints)) as store:
                 store.save(step, leaves, own, {**notes, AFTER: after}, score)
             self.step = step
         except Exception as error:  # whatever it is, the checkpoint may still reach the disk
@@ -97,7 +100,7 @@ class Memory:
         """
         if self._place is None or max(self.steps, default=-1) <= on_disk:
             return None
-        with closing(Store(self._place, monitor=self._monitor)) as store:
+        with closing(Store(self._place, self._checkpoints)) as store:
             saved = store.newest()
         return None if saved is None or saved.notes[AFTER] > seen else saved
 

@@ -19,6 +19,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from elche_jax.checkpoint.leaves import LeafSpec, decode, digest, encode
+from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.observe.atomic import sync, sync_entries
 
 logger = logging.getLogger("elche_jax")
@@ -70,30 +71,20 @@ class Store:
 
     Args:
         folder: The folder; created if missing.
-        keep_last: How many of the newest checkpoints to keep, at least 1.
-        keep_best: How many of the best-scored to keep in addition; on ties the older.
-        best: `"min"` or `"max"`: whether lower or higher scores are better.
-        monitor: Name of the metric of the scores; scores of other metrics are ignored.
+        checkpoints: Which to keep, of the best-scored on ties the older. Scores of other metrics
+            than its `monitor` are ignored.
 
     Raises:
         OSError: The folder cannot be created.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep_last: int = 1,
-        keep_best: int = 0,
-        best: str = "min",
-        monitor: str = "",
-    ):
+    def __init__(self, folder: Path, checkpoints: Checkpoints):
         # imported here, so that only runs with checkpoints load orbax
         from elche_jax.checkpoint.handler import ArrayWriter
 
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._sign, self._monitor = 1 if best == "min" else -1, monitor
+        self._checkpoints = checkpoints
         self._remove_unfinished()
         with _quiet():
             self._writer = ArrayWriter()
@@ -131,7 +122,7 @@ class Store:
             "format": FORMAT,
             "step": step,
             "score": score,
-            "monitor": self._monitor,
+            "monitor": self._checkpoints.monitor,
             "leaves": {name: asdict(spec) for name, spec in specs.items()},
             "notes": dict(notes),
         }
@@ -182,8 +173,9 @@ class Store:
     @property
     def ranked(self) -> list[int]:
         """Steps of the checkpoints with a score, best first."""
+        sign = 1 if self._checkpoints.mode == "min" else -1
         known = [
-            (self._sign * score, step)
+            (sign * score, step)
             for step, score in list(self._scores.items())  # copied: the writing thread may add one
             if score is not None
         ]
@@ -240,8 +232,8 @@ class Store:
 
     def _remove_old(self) -> None:
         """Delete the checkpoints that are not to be kept."""
-        steps = self.steps
-        kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
+        steps, asked = self.steps, self._checkpoints
+        kept = {*steps[-asked.keep_last :], *self.ranked[: asked.keep_best]}
         for step in (step for step in steps if step not in kept):
             # renamed first, so that a kill leaves no partial checkpoint
             doomed = self._free(f"{step}{UNFINISHED}")
@@ -260,7 +252,7 @@ class Store:
             return None
 
     def _score_in(self, content: Mapping[str, Any]) -> float | None:
-        return content["score"] if content["monitor"] == self._monitor else None
+        return content["score"] if content["monitor"] == self._checkpoints.monitor else None
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
         what = shorten(str(error), 160).rstrip(".") or "it is not"

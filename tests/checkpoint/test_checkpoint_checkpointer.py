@@ -488,7 +488,7 @@ def test_a_disk_that_is_full(on_error, small_files_only, tmp_path):
         saver.close()
     assert (4 < seen < 16) if on_error == "now" else seen == 16
     assert saver.written == 3
-    store = Store(folder)
+    store = Store(folder, elche.Checkpoints())
     assert store.steps == [3] and store.read(3).step == 3
     store.close()
 

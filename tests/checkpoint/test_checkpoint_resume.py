@@ -124,7 +124,7 @@ def test_the_cadence_goes_on_with_what_it_has_measured(tmp_path):
                 break
     with elche.Checkpointer(fresh, asked) as saver:
         saver.restore(case.init(fresh), "must")
-    store = Store(tmp_path)
+    store = Store(tmp_path, asked)
     written = store.read(3).notes["run"]["cadence"]
     store.close()
     assert fresh.cadence_state != begun

@@ -22,6 +22,7 @@ from hypothesis import given, settings, strategies as st
 
 from elche_jax.checkpoint.leaves import LeafSpec, decode, encode, names_of
 from elche_jax.checkpoint.lock import lock
+from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Store
 
 RANDOM = np.random.default_rng(0)
@@ -53,7 +54,7 @@ def same(one, other):
 
 def fill(folder, steps=(1, 2), **kept):
     """A folder of checkpoints; their leaves differ in one number."""
-    store = Store(folder, keep_last=len(steps), **kept)
+    store = Store(folder, Checkpoints(keep_last=len(steps), **kept))
     for step in steps:
         store.save(step, leaves(step), OWN, {"step": step}, score=float(step))
     store.close()
@@ -81,13 +82,13 @@ def test_the_type_of_an_array_is_named_where_orbax_does_not(tmp_path, monkeypatc
         return spec
 
     monkeypatch.setattr(ocp.type_handlers, "get_json_tspec_write", without_type)
-    store = Store(fill(tmp_path), keep_last=2)
+    store = Store(fill(tmp_path), Checkpoints(keep_last=2))
     assert is_whole(store.read(2))
     store.close()
 
 
 def test_what_is_written_is_read(tmp_path):
-    store = Store(fill(tmp_path), keep_last=2)
+    store = Store(fill(tmp_path), Checkpoints(keep_last=2))
     assert store.steps == [1, 2]
     assert is_whole(store.read(1)) and is_whole(store.newest())
     size = store.save(3, {"w": np.zeros((3, 4), "float32")}, OWN, {})
@@ -96,7 +97,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_step_that_is_there_is_not_overwritten(tmp_path):
-    store = Store(fill(tmp_path))
+    store = Store(fill(tmp_path), Checkpoints())
     with pytest.raises(
         ValueError,
         match=r"^checkpoints: .*/2 must not exist before a checkpoint is written there, got "
@@ -116,7 +117,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
     (folder / "8").write_text("mine")
     others = {path: path.read_text() for path in folder.rglob("mine.txt")}
     caplog.clear()
-    store = Store(folder, keep_last=1)
+    store = Store(folder, Checkpoints(keep_last=1))
     assert caplog.messages == [
         f"elche: 0, 1, 8, 9 in {folder} are no checkpoints, as they have no manifest, and are "
         "left alone."
@@ -164,7 +165,7 @@ def test_every_file_of_a_checkpoint_may_be_damaged(damage, filled, tmp_path, cap
         shutil.copytree(filled, folder)
         damage(folder / file)
         caplog.clear()
-        store = Store(folder, keep_last=2, keep_best=1)
+        store = Store(folder, Checkpoints(keep_last=2, keep_best=1))
         try:
             whole = is_whole(store.read(2))
         except DamagedCheckpoint as error:
@@ -194,7 +195,7 @@ def test_a_damaged_step_is_written_anew_and_damaged_again(filled, tmp_path):
     shutil.copytree(filled, folder)
     for number in range(2):
         flipped(folder / "2" / "manifest" / "metadata")
-        store = Store(folder, keep_last=2)
+        store = Store(folder, Checkpoints(keep_last=2))
         assert store.newest().step == 1
         assert (folder / f"damaged-2-{number}").is_dir()
         store.save(2, leaves(2), OWN, {"step": 2})
@@ -207,7 +208,7 @@ def test_all_are_damaged(filled, tmp_path):
     shutil.copytree(filled, folder)
     for step in "12":
         shutil.rmtree(folder / step / "state")
-    store = Store(folder)
+    store = Store(folder, Checkpoints())
     assert store.newest() is None and store.steps == []
     store.close()
 
@@ -225,7 +226,7 @@ def test_another_format_is_no_damage(filled, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(filled, folder)
     change(folder, format=1)
-    store = Store(folder, keep_best=1)
+    store = Store(folder, Checkpoints(keep_best=1))
     with pytest.raises(
         OtherFormat, match=r"checkpoint: .*/2 must have format 2, got 1\. Read it with the version"
     ):
@@ -238,7 +239,7 @@ def test_another_format_is_no_damage(filled, tmp_path):
 def test_what_cannot_be_read_now_is_not_put_aside(error, filled, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(filled, folder)
-    store = Store(folder)
+    store = Store(folder, Checkpoints())
 
     def fails(*_):
         raise error("not now")
@@ -254,9 +255,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
+from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.checkpoint.store import Store
 
-store = Store(Path(sys.argv[1]))
+store = Store(Path(sys.argv[1]), Checkpoints(keep_last=1))
 rename = os.rename
 
 def kill(*arguments, **options):
@@ -275,7 +277,7 @@ def test_what_a_killed_save_leaves_behind(filled, tmp_path):
     assert done.returncode == -9
     left = [path.name for path in folder.iterdir() if path.name not in "12"]
     assert left, "the temporary folder"
-    store = Store(folder, keep_last=2)
+    store = Store(folder, Checkpoints(keep_last=2))
     assert store.steps == [1, 2] and is_whole(store.newest())
     store.save(3, leaves(3), OWN, {"step": 3})
     assert is_whole(store.newest()) and store.steps == [2, 3]
@@ -285,7 +287,7 @@ def test_what_a_killed_save_leaves_behind(filled, tmp_path):
 
 def test_all_is_on_disk_before_old_ones_go(tmp_path, monkeypatch):
     """As a power cut may lose whatever was not synced, also the names in a folder."""
-    store, done = Store(fill(tmp_path, (1,)), keep_last=1), []
+    store, done = Store(fill(tmp_path, (1,)), Checkpoints(keep_last=1)), []
 
     def noting(module, name, note):
         call = getattr(module, name)
@@ -315,7 +317,8 @@ def test_all_is_on_disk_before_old_ones_go(tmp_path, monkeypatch):
 
 def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
     """Names in a folder cannot be synced everywhere; an error that is none of that is raised."""
-    store, fsync, codes = Store(fill(tmp_path, (1,)), keep_last=1), os.fsync, [errno.EINVAL]
+    store = Store(fill(tmp_path, (1,)), Checkpoints(keep_last=1))
+    fsync, codes = os.fsync, [errno.EINVAL]
 
     def fails(file):
         if stat.S_ISDIR(os.fstat(file).st_mode):
@@ -359,12 +362,13 @@ def must_remain(scores, last, best, mode):
     again=st.integers(1, 6),
 )
 def test_the_last_and_the_best_remain(scores, last, best, mode, again):
+    checkpoints = Checkpoints(keep_last=last, keep_best=best, mode=mode)
     with tempfile.TemporaryDirectory() as name:
-        store = Store(Path(name), last, best, mode)
+        store = Store(Path(name), checkpoints)
         for step, score in enumerate(scores, start=1):
             if step == again:
                 store.close()
-                store = Store(Path(name), last, best, mode)
+                store = Store(Path(name), checkpoints)
             store.save(step, {"w": np.int32(step)}, frozenset(), {}, score)
             assert store.steps == must_remain(scores[:step], last, best, mode)
         store.close()
@@ -381,7 +385,7 @@ def test_what_a_kill_has_left_is_gone_before_anything_is_written(tmp_path):
             (half / str(number)).write_bytes(b"half")
     other = folder / "params.orbax-checkpoint-tmp"  # of Orbax, which writes beside this run
     other.mkdir()
-    store = Store(folder)
+    store = Store(folder, Checkpoints())
     assert sorted(path.name for path in folder.iterdir()) == ["1", other.name]
     store.close()
 
@@ -390,14 +394,14 @@ def test_what_cannot_be_deleted_blocks_no_step(tmp_path, monkeypatch):
     left = tmp_path / "2.orbax-checkpoint-tmp-0" / "state"
     left.mkdir(parents=True)
     monkeypatch.setattr("elche_jax.checkpoint.store.Store._remove_unfinished", lambda self: None)
-    store = Store(fill(tmp_path, (1, 2)))
+    store = Store(fill(tmp_path, (1, 2)), Checkpoints())
     assert left.exists() and is_whole(store.read(2))
     store.close()
 
 
 def test_an_old_one_that_cannot_be_deleted_does_no_harm(tmp_path, monkeypatch, caplog):
     """As on a network's disk, where another machine still reads it."""
-    store = Store(fill(tmp_path), keep_last=1)
+    store = Store(fill(tmp_path), Checkpoints(keep_last=1))
 
     def busy(path, **_):
         raise OSError(16, "Device or resource busy")
@@ -410,7 +414,7 @@ def test_an_old_one_that_cannot_be_deleted_does_no_harm(tmp_path, monkeypatch, c
     monkeypatch.undo()
     store.save(4, LEAVES, OWN, {})
     store.close()
-    again = Store(tmp_path, keep_last=1)  # which deletes what is left
+    again = Store(tmp_path, Checkpoints(keep_last=1))  # which deletes what is left
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
     again.close()
 
@@ -432,7 +436,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
 def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
     folder = fill(tmp_path, (1, 2, 3))
     flipped(folder / "1" / "manifest" / "metadata")  # it was the best
-    store = Store(folder, keep_last=1, keep_best=1)
+    store = Store(folder, Checkpoints(keep_last=1, keep_best=1))
     store.save(4, LEAVES, OWN, {}, score=9.0)
     assert store.steps == [2, 4]
     store.close()
@@ -490,7 +494,7 @@ def test_jax_arrays_of_unusual_types_have_the_same_names():
 
 def test_nothing_is_said_of_a_store_that_is_whole(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "elche_jax"):
-        store = Store(fill(tmp_path))
+        store = Store(fill(tmp_path), Checkpoints())
         store.newest()
         store.close()
     assert [r for r in caplog.records if r.name == "elche_jax"] == []
