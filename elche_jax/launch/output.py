@@ -33,27 +33,20 @@ class Lines:
 
     def add(self, data: bytes) -> bytes:
         """Add what was read; return the lines that are complete."""
-        whole, end, rest = data.rpartition(b"\n")
-        if not end:
-            self._open += data
-            return self._taken() if len(self._open) > LONGEST else b""
-        first, *others = whole.split(b"\n")
+        first, *others = data.split(b"\n")
         self._open += first
-        lines = self._taken() + b"".join(self._line(line) for line in others)
-        self._open += rest
-        return lines
+        lines: list[bytearray] = []
+        for other in others:
+            lines.append(self._open)
+            self._open = bytearray(other)
+        if len(self._open) > LONGEST:
+            lines.append(self._open)
+            self._open = bytearray()
+        return b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)
 
     def rest(self) -> bytes:
         """Return the last line if it has no end; it gets one."""
-        return self._taken() if self._open else b""
-
-    def _taken(self) -> bytes:
-        line = self._line(self._open)
-        self._open.clear()
-        return line
-
-    def _line(self, line: bytes | bytearray) -> bytes:
-        return b"%b%b\n" % (self._prefix, line)
+        return self.add(b"\n") if self._open else b""
 
 
 class Unwritable(Exception):
