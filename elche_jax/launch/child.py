@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from elche_jax.launch.output import Lines, Output
 
@@ -48,11 +49,14 @@ class Child:
         )  # fmt: skip
         self.number, self.pid = number, self._popen.pid
         assert self._popen.stdout is not None and self._popen.stderr is not None
-        pipes = {1: self._popen.stdout, 2: self._popen.stderr}
-        self._streams = [
-            _Stream(pipe.fileno(), to, Lines(prefix), output, selector)
-            for to, pipe in pipes.items()
-        ]
+        self._output, self._selector = output, selector
+        # by the pipe: where its lines go, and the lines themselves
+        self._streams = {
+            self._popen.stdout.fileno(): (1, Lines(prefix)),
+            self._popen.stderr.fileno(): (2, Lines(prefix)),
+        }
+        for pipe in self._streams:
+            os.set_blocking(pipe, False)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and its group, and let them take it if they are stopped."""
@@ -74,69 +78,54 @@ class Child:
         if code is None:
             return None
         self.signal(signal.SIGKILL)
-        for stream in self._streams:
-            stream.drain()
+        self._drain()
         return code if code >= 0 else 128 - code
 
     def read(self, whether: bool) -> None:
         """Read what it prints, or let it wait."""
-        for stream in self._streams:
-            stream.read(whether)
+        for pipe in self._streams:
+            read = pipe in self._selector.get_map()
+            if whether and not read:
+                take = partial(self._take, pipe)
+                self._selector.register(pipe, selectors.EVENT_READ, take)
+            elif read and not whether:
+                self._selector.unregister(pipe)
 
     def close(self) -> None:
         """End it, and pass on what it has printed last."""
         if self._popen.poll() is None:
             self.signal(signal.SIGKILL)
             self._popen.wait()
-        for stream in self._streams:
-            stream.drain()
-            stream.close()
+        self._drain()
+        for pipe in [*self._streams]:
+            self._end(pipe)
         for pipe in (self._popen.stdout, self._popen.stderr):
             assert pipe is not None
             pipe.close()
 
-
-class _Stream:
-    """What a process prints to one of its two streams."""
-
-    def __init__(
-        self, pipe: int, to: int, lines: Lines, output: Output, selector: selectors.BaseSelector
-    ):
-        self._pipe, self._to, self._lines = pipe, to, lines
-        self._output, self._selector = output, selector
-        self._open, self._registered = True, False
-        os.set_blocking(pipe, False)
-
-    def read(self, whether: bool) -> None:
-        """See `Child.read`."""
-        whether = whether and self._open
-        if whether and not self._registered:
-            self._selector.register(self._pipe, selectors.EVENT_READ, self._take)
-        elif self._registered and not whether:
-            self._selector.unregister(self._pipe)
-        self._registered = whether
-
-    def _take(self) -> int:
+    def _take(self, pipe: int) -> int:
         """Read a part; return its size, 0 if there is nothing."""
         try:
-            data = os.read(self._pipe, READ)
+            data = os.read(pipe, READ)
         except BlockingIOError:
             return 0
         if data:
-            self._output.put(self._to, self._lines.add(data))
+            to, lines = self._streams[pipe]
+            self._output.put(to, lines.add(data))
         else:
-            self.close()
+            self._end(pipe)
         return len(data)
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Take what is there, but not what a process that escaped goes on to print."""
-        left = DRAINED
-        while left > 0 and self._open and (size := self._take()):
-            left -= size
+        for pipe in [*self._streams]:
+            left = DRAINED
+            while left > 0 and (size := self._take(pipe)):
+                left -= size
 
-    def close(self) -> None:
-        """Read no more."""
-        if self._open:
-            self._open = False
-            self._output.put(self._to, self._lines.rest())
-            self.read(False)
+    def _end(self, pipe: int) -> None:
+        """Read no more from a pipe."""
+        to, lines = self._streams.pop(pipe)
+        self._output.put(to, lines.rest())
+        if pipe in self._selector.get_map():
+            self._selector.unregister(pipe)
