@@ -7,6 +7,7 @@ host ends, or where processes do not see each other, the heartbeat is what is le
 with namespaces of their own, and on other systems than Linux.
 """
 
+import json
 import logging
 import os
 import threading
@@ -54,15 +55,6 @@ class Place(NamedTuple):
             return cls(host, os.getpid(), _stat(os.getpid())[1])
         except (AttributeError, OSError):  # Windows has no `uname`
             return None
-
-    @classmethod
-    def read(cls, said: str) -> Self:
-        """Return the place that a process has said, as text."""
-        host, pid, began = said.split()
-        return cls(host, int(pid), began)
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
 
     def ended(self) -> bool:
         """Return whether the process, which must be on this host, has ended."""
@@ -126,7 +118,7 @@ class Neighbours:
         for name, said in _coordinator.told_in(self._client, WHERE).items():
             if (process := int(name)) in self._unknown:
                 self._unknown.remove(process)
-                place = Place.read(said)
+                place = Place(*json.loads(said))
                 # what was never seen alive is left to the heartbeat
                 if place.host == self._here.host and not place.ended():
                     self._places[process] = place
@@ -154,5 +146,5 @@ def watch() -> Neighbours | None:
     """Watch the other processes of the job on this host; None if the system cannot."""
     if (here := Place.here()) is None:
         return None
-    _coordinator.tell(_coordinator.client(), f"{WHERE}/{_coordinator.index()}", str(here))
+    _coordinator.tell(_coordinator.client(), f"{WHERE}/{_coordinator.index()}", json.dumps(here))
     return Neighbours(here, _coordinator.others())

@@ -1,5 +1,6 @@
 """Who notices that another process of this host has ended, with real processes."""
 
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,7 +65,7 @@ def start(store):
             waiting = children.started(sys.executable, "-c", "input()", stdin=children.PIPE)
             child = stack.enter_context(waiting)
             place = Place(HERE.host, child.pid, _stat(child.pid)[1])
-            store.told[f"{WHERE}/{index}"] = str(place)
+            store.told[f"{WHERE}/{index}"] = json.dumps(place)
             return child
 
         yield started
@@ -127,12 +128,12 @@ def test_one_that_says_late_where_it_is(start, watch, disconnected):
 @pytest.mark.parametrize("wrong", ["another host", "ended", "another one has its number"])
 def test_one_that_is_not_seen_alive_is_left_to_the_heartbeat(wrong, start, disconnected, store):
     child = start(1)
-    host, pid, began = Place.read(store.told[f"{WHERE}/1"])
+    host, pid, began = json.loads(store.told[f"{WHERE}/1"])
     if wrong == "ended":
         child.communicate("\n")
     host = "another" if wrong == "another host" else host
     began = "0" if wrong == "another one has its number" else began
-    store.told[f"{WHERE}/1"] = str(Place(host, pid, began))
+    store.told[f"{WHERE}/1"] = json.dumps((host, pid, began))
     neighbours = Neighbours(HERE, [1])
     eventually(lambda: not neighbours._unknown)
     if child.returncode is None:
