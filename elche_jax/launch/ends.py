@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 
@@ -29,6 +30,7 @@ class Ends:
 
     Attributes:
         patience: Seconds for which an end is held back at most.
+        due: When all that are held back are overdue; infinity if none is.
 
     Examples:
         >>> ends = Ends(patience=10.0)
@@ -42,7 +44,7 @@ class Ends:
 
     def __post_init__(self) -> None:
         self._held: dict[int, End] = {}
-        self._due: float | None = None  # of the first one
+        self.due = inf
 
     def after(self, end: End, alive: Collection[int], now: float) -> list[End]:
         """Return the ends that count now that another process has ended.
@@ -54,21 +56,16 @@ class Ends:
         """
         if self._root(end) not in alive:
             return self._released(end)
-        if self._due is None:
-            self._due = now + self.patience
+        self.due = min(self.due, now + self.patience)
         self._held[end.number] = end
         return []
 
     def overdue(self, now: float) -> list[End]:
         """Return all that are held back, if that is so for too long."""
-        if self._due is None or now < self._due:
+        if now < self.due:
             return []
-        held, self._held, self._due = [*self._held.values()], {}, None
+        held, self._held, self.due = [*self._held.values()], {}, inf
         return held
-
-    def wait_s(self, now: float) -> float | None:
-        """Return after how many seconds one is overdue; None if none is held back."""
-        return None if self._due is None else max(0.0, self._due - now)
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -88,5 +85,5 @@ class Ends:
                 del self._held[held.number]
             found += waiting
         if not self._held:
-            self._due = None
+            self.due = inf
         return found

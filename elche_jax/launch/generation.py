@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +108,7 @@ class Generation:
         self._due = 0.0
         self._stopped = False
         self._ends = Ends(asked.grace)
-        self._waits_since: float | None = None  # the end of the first; None again once it was said
+        self._late_at = inf  # when it is said for whom this waits, once the first has ended
         self._watchdog: Watchdog | None = None
         self._killed: set[int] = set()  # by it
         self.code = 0
@@ -187,15 +188,13 @@ class Generation:
         for child in self._children:
             child.read(not self._output.full)
 
-    def wait_s(self) -> float | None:
-        """Return for how many seconds nothing is to be done unless something happens."""
+    @property
+    def due(self) -> float:
+        """When something is to be done even if nothing happens, as `time.monotonic` says it."""
         if self._step is not None:
-            return max(0.0, self._due - time.monotonic()) if self._step < len(STEPS) - 1 else None
-        look = None if self._watchdog is None else self._watchdog.every
-        now, since = time.monotonic(), self._waits_since
-        tell = None if since is None else max(0.0, since + LATE_S - now)
-        waits = [one for one in (look, self._ends.wait_s(now), tell) if one is not None]
-        return min(waits, default=None)
+            return self._due if self._step < len(STEPS) - 1 else inf
+        look = inf if self._watchdog is None else time.monotonic() + self._watchdog.every
+        return min(look, self._ends.due, self._late_at)
 
     def go_on(self) -> None:
         """Take note of processes that have ended, and end those that are to end."""
@@ -262,7 +261,7 @@ class Generation:
         """Take note of the end of a process."""
         asked, (number, code, because) = self._asked, end
         if number == asked.first and self._step is None:
-            self._first_code, self._waits_since = code, time.monotonic()
+            self._first_code, self._late_at = code, time.monotonic() + LATE_S
             if asked.go_on:
                 self.code = code
         if not code or self._step is not None:
@@ -286,9 +285,9 @@ class Generation:
 
     def _tell_who_is_late(self) -> None:
         """Say for whom this waits, some time after the first process, with which the job ends."""
-        if self._waits_since is None or time.monotonic() < self._waits_since + LATE_S:
+        if time.monotonic() < self._late_at:
             return
-        self._waits_since = None
+        self._late_at = inf
         if self._alive and self._step is None:
             left = ", ".join(map(str, self._alive))
             first = self._asked.first

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from pathlib import Path
 
 from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
@@ -70,7 +71,7 @@ class _Launcher:
         self._generation: Generation | None = None
         self._elastic: Elastic | None = None
         self._text = ""  # of the file with a number, and when it is read again
-        self._due = 0.0
+        self._due = inf if asked.number_file is None else 0.0
         self.code = 0
         self._failed = self._signalled = self._unwritable = False
 
@@ -105,7 +106,7 @@ class _Launcher:
             self._generation = generation = Generation(self._asked, places, self._shared, folder)
             while not generation.over:
                 generation.read()
-                self._select(self._wait_s(generation))
+                self._select(min(generation.due, self._due))
                 self._take_signals()
                 generation.go_on()
                 if self._look():
@@ -121,19 +122,20 @@ class _Launcher:
 
     def flush(self) -> None:
         """Write what is not written yet; if a signal ends all, only for a while."""
-        deadline = None
+        deadline = inf
         while not self._output.empty:
             self._take_signals()
             if self._signalled:
-                deadline = deadline or time.monotonic() + self._asked.grace
+                deadline = min(deadline, time.monotonic() + self._asked.grace)
                 if time.monotonic() >= deadline:
                     return
-            self._select(None if deadline is None else deadline - time.monotonic())
+            self._select(deadline)
 
-    def _select(self, seconds: float | None) -> None:
-        selector = self._shared.selector
+    def _select(self, due: float) -> None:
+        """Read and write what is ready; wait for that until `time.monotonic` says it is due."""
+        selector, seconds = self._shared.selector, max(0.0, due - time.monotonic())
         try:
-            for key, _ in selector.select(None if seconds is None else min(seconds, LONGEST_S)):
+            for key, _ in selector.select(min(seconds, LONGEST_S)):
                 if key.fileobj in selector.get_map():  # not closed by one before
                     key.data()
         except Unwritable as raised:
@@ -147,13 +149,6 @@ class _Launcher:
                 # those that are being ended keep their time
                 ending = self._generation is not None and self._generation.ending
                 self._stop(BROKEN_PIPE if broken else 1, 0 if ending else 1)
-
-    def _wait_s(self, generation: Generation) -> float | None:
-        seconds = generation.wait_s()
-        if self._asked.number_file is None:
-            return seconds
-        left = max(0.0, self._due - time.monotonic())
-        return left if seconds is None else min(seconds, left)
 
     def _take_signals(self) -> None:
         while self._signals:

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from math import inf
 from pathlib import Path
 
 import children
@@ -579,9 +580,9 @@ def test_ends_of_which_one_comes_from_the_other():
     first, second, last = End(0, 1, because=1), End(1, 1, because=2), End(2, 1)
     assert ends.after(first, alive=[1, 2], now=0.0) == []
     assert ends.after(second, alive=[2], now=1.0) == [] and ends
-    assert ends.wait_s(now=4.0) == 6.0
+    assert ends.due == 10.0
     assert ends.after(last, alive=[], now=2.0) == [last, second, first] and not ends
-    assert ends.wait_s(now=4.0) is None
+    assert ends.due == inf
 
 
 def test_nobody_waits_for_one_that_has_ended_or_is_elsewhere():
