@@ -8,7 +8,6 @@ with namespaces of their own, and on other systems than Linux.
 """
 
 import json
-import logging
 import os
 import threading
 from collections.abc import Iterable
@@ -17,8 +16,7 @@ from typing import NamedTuple, Self
 
 from elche_jax import _coordinator
 from elche_jax._leaving import has_left
-
-logger = logging.getLogger("elche_jax")
+from elche_jax._log import logger
 
 WHERE = "elche_jax/where"
 """Folder of the keys under which processes say where they are, by their index."""

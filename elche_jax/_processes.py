@@ -5,7 +5,6 @@ A job of several processes is *recoverable* if JAX's runtime lets the others out
 that are there have its result, or none uses it.
 """
 
-import logging
 import math
 import os
 import sys
@@ -21,13 +20,13 @@ from jax.experimental import multihost_utils
 
 from elche_jax import _coordinator, _leaving, _neighbours, _progress
 from elche_jax._exit import before_exit
+from elche_jax._log import logger
 from elche_jax._turns import TURNS
 from elche_jax._waiting import HeldInterrupt
 
 P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
-logger = logging.getLogger("elche_jax")
 
 NO_COORDINATOR = (
     "train: process 0, which holds JAX's coordinator, ended, and the job ends with it. Start the "

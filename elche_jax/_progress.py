@@ -5,7 +5,6 @@ a few words of a file that both have in memory: no call can block, and the watch
 while this process is stopped or stuck. Nothing is decided here, see `elche_jax.launch.judge`.
 """
 
-import logging
 import mmap
 import os
 import time
@@ -14,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
-logger = logging.getLogger("elche_jax")
+from elche_jax._log import logger
 
 VARIABLE = "ELCHE_PROGRESS"
 """Where a launcher says which file this is."""

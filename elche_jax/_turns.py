@@ -1,13 +1,12 @@
 """In which order the threads of a process exchange with other processes: in all in the same."""
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 from weakref import WeakSet
 
-logger = logging.getLogger("elche_jax")
+from elche_jax._log import logger
 
 SECOND = (
     "train: in a job of several processes, one thread of each must train, evaluate and save at a "

@@ -1,6 +1,5 @@
 """The start of a process of a job: `jax.distributed`, with what this library needs of it."""
 
-import logging
 import os
 import socket
 import struct
@@ -15,9 +14,8 @@ import jax
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
+from elche_jax._log import logger
 from elche_jax._processes import COUNT, PROCESSES
-
-logger = logging.getLogger("elche_jax")
 
 HEARTBEAT_S = 30
 """Default number of seconds within which the others know that a process has ended."""

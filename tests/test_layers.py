@@ -18,13 +18,14 @@ BELOW = {
     "_check": set(),
     "_exit": set(),
     "_lazy": set(),
+    "_log": set(),
     "_coordinator": set(),
     "_leaving": {"_coordinator"},
-    "_neighbours": {"_coordinator", "_leaving"},
-    "_progress": set(),
+    "_neighbours": {"_coordinator", "_leaving", "_log"},
+    "_progress": {"_log"},
     "_settings": set(),
     "_threads": {"_settings", "_waiting"},
-    "_turns": set(),
+    "_turns": {"_log"},
     "_waiting": set(),
     "cadence": {"_check"},
     "launch": {"_progress"},
@@ -32,12 +33,13 @@ BELOW = {
         "_coordinator",
         "_exit",
         "_leaving",
+        "_log",
         "_neighbours",
         "_progress",
         "_turns",
         "_waiting",
     },
-    "distributed": {"_check", "_exit", "_processes", "_progress", "launch"},
+    "distributed": {"_check", "_exit", "_log", "_processes", "_progress", "launch"},
     "observe": {"_check", "_waiting", "cadence"},
     "config": {"_check", "averaging", "cadence"},
     "data": {"_check", "_settings", "_threads", "cadence"},
@@ -70,7 +72,7 @@ BELOW = {
     },
     "lab": {"_check", "_exit", "_waiting", "cadence", "data", "engine", "observe"},
 }
-BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit", "_threads"}
+BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit", "_log", "_threads"}
 BELOW["trainer"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["adapters"] = {"_check", "engine", "train"}
 BELOW["advice"] = BELOW["train"] | {"train"}
@@ -90,6 +92,7 @@ PRIVATE = {
 NO_JAX = (
     "__init__",
     "_lazy",
+    "_log",
     "_progress",
     "_waiting",
     "launch",

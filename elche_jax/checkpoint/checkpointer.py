@@ -1,6 +1,5 @@
 """`Checkpointer`: saves a run during training and restores it."""
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
+from elche_jax._log import logger
 from elche_jax._processes import RestartRequested, of_process
 from elche_jax._threads import BackgroundThread, wait_at_exit
 from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, read_by_first, state_of
@@ -26,8 +26,6 @@ from elche_jax.engine.state import TrainState
 from elche_jax.observe.events import CheckpointEvent
 from elche_jax.train.in_flight import Window
 from elche_jax.train.step import TrainStep
-
-logger = logging.getLogger("elche_jax")
 
 AGAIN_S = 60.0
 """Seconds until a job that was asked to start again, but could not save, tries to save again."""

@@ -1,6 +1,5 @@
 """A lock that allows one writer per folder."""
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from elche_jax._log import logger
+
 try:
     import fcntl
 except ImportError:  # Windows: the folder is not locked
     fcntl = None
-
-logger = logging.getLogger("elche_jax")
 
 
 def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callable[[], None]:

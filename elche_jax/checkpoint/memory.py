@@ -1,7 +1,6 @@
 """What the end of a generation leaves in memory for the next one, before it is on disk."""
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -9,14 +8,13 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from elche_jax._log import logger
 from elche_jax._progress import DESTINATION, MEMORY
 from elche_jax.checkpoint.content import Content
 from elche_jax.checkpoint.errors import described
 from elche_jax.checkpoint.leaves import digest
 from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.checkpoint.store import Saved, Store
-
-logger = logging.getLogger("elche_jax")
 
 ROOM = 1.25
 """How much memory must be free for a checkpoint, in its size."""

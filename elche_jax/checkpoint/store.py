@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from elche_jax._log import logger
 from elche_jax.checkpoint.leaves import LeafSpec, decode, digest, encode
 from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.observe.atomic import sync, sync_entries
-
-logger = logging.getLogger("elche_jax")
 
 FORMAT = 2
 

@@ -1,6 +1,5 @@
 """Output of a run other than checkpoints: progress, timeline, scalars and report page."""
 
-import logging
 import math
 import time
 from collections import deque
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.cadence import WindowRecord
 from elche_jax.checkpoint.errors import beside, described
 from elche_jax.checkpoint.lock import lock
@@ -32,8 +32,6 @@ from elche_jax.observe.writers import CSVWriter, Writer
 from elche_jax.train.recording import windows_to
 from elche_jax.trainer.epochs import DeviceSums, EpochMetrics, EpochSums
 from elche_jax.trainer.plan import FitPlan
-
-logger = logging.getLogger("elche_jax")
 
 
 class RunRecorder:

@@ -1,15 +1,13 @@
 """Monitored metrics: early stopping and the scores of checkpoints."""
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.trainer.evaluation import Patience
 from elche_jax.trainer.plan import FitPlan
-
-logger = logging.getLogger("elche_jax")
 
 
 class Watching:
