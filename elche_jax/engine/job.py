@@ -237,28 +237,26 @@ class Job:
         """
         if self.one_process:
             return [value]
-        mine, found = pickle.dumps(value), None
-        while found is None:  # until no process ends meanwhile
-            found = self._exchanged(mine, self.members, call)
-        return [pickle.loads(part) for part in found]
+        return [pickle.loads(part) for part in self._exchanged(pickle.dumps(value), call)]
 
-    def _exchanged(self, mine: bytes, members: Members, call: str) -> list[bytearray] | None:
-        """Return the bytes of each process; None if one has ended meanwhile."""
+    def _exchanged(self, mine: bytes, call: str, keep: bool = True) -> list[bytearray]:
+        """Return the bytes of each process that is there; an empty list unless `keep`."""
+        gone = self.members.gone
         told = self.gather(np.array(divmod(len(mine), 2**32), np.uint32), call)
         sizes = [(int(high) << 32) + int(low) for high, low in told]
-        # a power of two: few programs are compiled
-        step = min(PIECE, _rounded(max(sizes)))
         parts = [bytearray() for _ in sizes]
-        for begin in range(0, max(sizes), step):
-            row = np.zeros(step, np.uint8)
-            own = np.frombuffer(mine[begin : begin + step], np.uint8)
+        for begin in range(0, max(sizes), PIECE):
+            own = np.frombuffer(mine[begin : begin + PIECE], np.uint8)
+            # a power of two: few programs are compiled
+            row = np.zeros(min(PIECE, _rounded(max(sizes) - begin)), np.uint8)
             row[: own.size] = own
             got = self.gather(row)
-            if self.members.gone != members.gone:
-                return None
-            for part, size, new in zip(parts, sizes, got, strict=True):
-                part += new[: max(0, size - begin)].tobytes()
-        return parts
+            if self.members.gone != gone:  # again: a part may be half one process's, half another's
+                return self._exchanged(mine, call, keep)
+            if keep:
+                for part, size, new in zip(parts, sizes, got, strict=True):
+                    part += new[: max(0, size - begin)].tobytes()
+        return parts if keep else []
 
     def check_all(self) -> None:
         """Raise if a process has ended, where its devices have to take part.
@@ -355,35 +353,17 @@ class Job:
         Args:
             rows: Arrays with a row for each device of this process, by the same names everywhere.
         """
-        flat = [
-            np.ascontiguousarray(array).reshape(len(self.ranks), -1).view(np.uint8)
-            for array in rows.values()
-        ]
-        if not flat:
+        if not rows:
             return {}
-        own = np.concatenate(flat, axis=1)  # one stream, as small arrays cost what large ones do
-        width, gone = Members(self.devices).width, self.members.gone
-        whole = np.zeros((self.world_size if self.first else 0, own.shape[1]), np.uint8)
-        step = max(1, PIECE // width)
-        for begin in range(0, own.shape[1], step):
-            part = own[:, begin : begin + step]
-            size = part.shape[1]
-            found = self.gather_rows(np.pad(part, ((0, 0), (0, _rounded(size) - size))))
-            if self.members.gone != gone:  # again: no row may be half one device's, half another's
-                return self.rows_at_first(rows)
-            if self.first:
-                whole[:, begin : begin + step] = found[:, :size]
-        if not self.first:
-            return {}
-        whole[list(self.members.lost)] = whole[0]  # a device that is lost gets the first one's
-        ends = np.cumsum([one.shape[1] for one in flat])
-        columns = np.split(whole, ends[:-1], axis=1)
-        return {
-            name: np.ascontiguousarray(column)
-            .view(array.dtype)
-            .reshape(self.world_size, *array.shape[1:])
-            for (name, array), column in zip(rows.items(), columns, strict=True)
-        }
+        # in one, as small arrays cost what large ones do; other protocols copy arrays twice
+        own = pickle.dumps(list(rows.values()), protocol=5)
+        told = [pickle.loads(part) for part in self._exchanged(own, "rows", keep=self.first)]
+        found: dict[str, np.ndarray] = {}
+        if self.first:
+            for name, *arrays in zip(rows, *told, strict=True):
+                # a device that is lost gets the first one's
+                found[name] = np.stack(self.by_rank(arrays, lost=arrays[0][0]))
+        return found
 
     def raise_alike(self, where: str, own: Exception | None) -> None:
         """Raise an error that some processes have, in all of them; all have to call it.
