@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.engine.digests import settings_of
+from elche_jax.engine.digests import Described, settings_of
 
 RESUME = ("never", "auto", "must")
 
@@ -68,7 +67,7 @@ class Checkpoints(check.CheckedFields):
             return None
         return check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
 
-    def shared(self) -> Any:
+    def shared(self) -> Described:
         """Return what all processes of a job must set alike, see `settings_of`.
 
         The folder and the clock are those of the first one.

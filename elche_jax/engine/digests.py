@@ -36,41 +36,46 @@ class Described(NamedTuple):
         return cls(text, text.encode())
 
 
-def settings_of(value: Any) -> Any:
-    """Return what of a user's object can be compared between processes by its `repr`.
+def settings_of(value: Any) -> Described:
+    """Return what of a user's object can be compared between processes.
 
     Of a dataclass these are its class and its fields, of other objects the class alone: the
     `repr` of most holds an address.
 
     Examples:
-        >>> settings_of([2, None, max])
-        [2, None, 'builtin_function_or_method']
+        >>> settings_of([2, None, max]).text
+        "[2, None, 'builtin_function_or_method']"
     """
+    return Described.of(_settings(value))
+
+
+def _settings(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
+        return repr(value)
     if isinstance(value, list | tuple):
         items: list[Any] = list(value)
-        return [settings_of(item) for item in items]
+        return f"[{', '.join(map(_settings, items))}]"
     name = type(value).__name__
     if not is_dataclass(value):
-        return name
-    return name, [(one.name, settings_of(getattr(value, one.name))) for one in fields(value)]
+        return repr(name)
+    own = (f"{one.name}={_settings(getattr(value, one.name))}" for one in fields(value))
+    return f"{name}({', '.join(own)})"
 
 
 def shown(value: Any) -> str | None:
-    """Return what `settings_of` found, for a message; None if it says nothing or too much.
+    """Return a value that processes compare, for a message; None if it says nothing or too much.
 
     Examples:
-        >>> shown(("ElChe", [("anchor", 4), ("max_counts", None)]))
-        'ElChe(anchor=4, max_counts=None)'
         >>> shown([2, ["prob"]])
         "[2, ['prob']]"
-        >>> shown((64, b"a digest"))
+        >>> shown(b"a digest")
         >>> shown(Described("64 examples", b"a digest"))
         '64 examples'
     """
-    text = _text(value)
-    return None if text is None or len(text) > MOST else text
+    if isinstance(value, bytes):
+        return None
+    text = value.text if isinstance(value, Described) else repr(value)
+    return None if len(text) > MOST else text
 
 
 def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
@@ -126,23 +131,6 @@ def _processor() -> str:
         return platform.processor()
     names = "model name", "flags", "Features", "CPU part"
     return "".join(next((line for line in told if line.startswith(name)), "") for name in names)
-
-
-def _text(value: Any) -> str | None:
-    """Return a value as text; None if there are bytes in it."""
-    if isinstance(value, bytes):
-        return None
-    if isinstance(value, Described):
-        return value.text
-    if not isinstance(value, list | tuple):
-        return repr(value)
-    items: list[Any] = list(value)
-    if isinstance(value, tuple) and items and isinstance(items[0], str):  # a dataclass
-        name, settings = items
-        texts = {field: _text(setting) for field, setting in settings}
-        said = ", ".join(f"{field}={text}" for field, text in texts.items())
-        return None if None in texts.values() else f"{name}({said})"
-    return None if None in map(_text, items) else repr(value)
 
 
 def _digest(value: Any) -> np.ndarray:
