@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.engine.laned import Stacked, StackedArray
 
 
@@ -34,30 +35,31 @@ def wide(leaf: Any) -> Any:
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)  # NumPy would copy it
 
 
-def unfit(leaf: Any) -> tuple[np.dtype[Any], int] | None:
-    """Return the dtype that JAX makes of an array, and an integer in it that this cannot hold.
+def check_integers(
+    where: str, what: str, name: str, leaf: Any, todo: str = "Switch jax_enable_x64 on."
+) -> None:
+    """Raise `ValueError` if an integer would be cut off.
 
-    Without 64-bit types JAX keeps 32 bits of every integer. None if all of them fit.
+    Without 64-bit types JAX keeps 32 bits of every integer.
+
+    Args:
+        where: The function the user called.
+        what: What the integers are, for the message.
+        name: Name of the leaf; empty if it says nothing.
+        leaf: An array of any dtype.
+        todo: What to do about it.
     """
     if is_key(leaf):
-        return None
+        return
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
-        return None
+        return
     low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
-    if low >= bounds.min and high <= bounds.max:
-        return None
-    return dtype, low if low < bounds.min else high
-
-
-def check_integers(where: str, what: str, name: str, leaf: Any) -> None:
-    """Raise `ValueError` if an integer would be cut off, see `unfit`."""
-    if (found := unfit(leaf)) is not None:
-        dtype, value = found
-        raise ValueError(
-            f"{where}: {what} must fit {dtype}, which JAX makes of {leaf.dtype}, got {value} in "
-            f"leaf {name}. Switch jax_enable_x64 on."
-        )
+    if low < bounds.min or high > bounds.max:
+        value = low if low < bounds.min else high
+        rule = f"fit {dtype}, which JAX makes of {leaf.dtype}"
+        got = f"{value} in leaf {name}" if name else value
+        raise ValueError(check.message(where, what, rule, got, todo))
 
 
 def check_numbers(where: str, name: str, array: np.ndarray) -> None:

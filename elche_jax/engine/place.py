@@ -19,7 +19,7 @@ from elche_jax._settings import setting
 from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
 from elche_jax.data.split import Range, piece_lengths
-from elche_jax.engine.bits import unfit
+from elche_jax.engine.bits import check_integers
 from elche_jax.engine.lane import Fleet
 
 PyTree = Any
@@ -217,10 +217,5 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
 
 
 def check_fits(leaf: Any) -> None:
-    """Raise `ValueError` if integers would overflow, as JAX without 64-bit types keeps 32 bits."""
-    if (found := unfit(leaf)) is not None:
-        dtype, value = found
-        raise ValueError(
-            f"data: integers must fit {dtype}, which JAX makes of {leaf.dtype}, got "
-            f"{value}. Encode them, or switch jax_enable_x64 on."
-        )
+    """Raise `ValueError` if integers of data would be cut off, see `check_integers`."""
+    check_integers("data", "integers", "", leaf, "Encode them, or switch jax_enable_x64 on.")
