@@ -260,7 +260,7 @@ class MeanGradient:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        _check_exchange(type(self).__name__, self)
+        _check_exchange(self)
 
 
 def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | AveragingRule:
@@ -272,9 +272,9 @@ def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | 
     return rule
 
 
-def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:
-    object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0, high=MOST))
-    check.one_of(where, "compression", rule.compression, COMPRESSIONS)
+def _check_exchange(rule: MeanGradient | AveragingRule) -> None:
+    check.keep_checked(rule, "delay", check.integer, low=0, high=MOST)
+    check.one_of(type(rule).__name__, "compression", rule.compression, COMPRESSIONS)
 
 
 def check_rule(rule: AveragingRule) -> None:
@@ -284,20 +284,18 @@ def check_rule(rule: AveragingRule) -> None:
         TypeError, ValueError: See `ParameterAveraging` and `DiLoCo`.
     """
     where = type(rule).__name__
-    _check_exchange(where, rule)
+    _check_exchange(rule)
     if not callable(rule.exponent):
-        object.__setattr__(rule, "exponent", check.real(where, "exponent", rule.exponent))
+        check.keep_checked(rule, "exponent", check.real)
     check.one_of(where, "optimizer_state", rule.optimizer_state, OPTIMIZER_STATES)
     must = "be an optax optimizer or None"
     check.instance(where, "outer", rule.outer, optax.GradientTransformation | None, must)
-    fragments = check.integer(where, "fragments", rule.fragments, low=1)
-    object.__setattr__(rule, "fragments", fragments)
+    check.keep_checked(rule, "fragments", check.integer, low=1)
     if rule.inner_steps is not None:
-        steps = check.integer(where, "inner_steps", rule.inner_steps, low=1)
-        object.__setattr__(rule, "inner_steps", steps)
-        if steps % fragments:
-            must = f"be a multiple of fragments ({fragments})"
-            raise ValueError(check.message(where, "inner_steps", must, steps))
+        check.keep_checked(rule, "inner_steps", check.integer, low=1)
+        if rule.inner_steps % rule.fragments:
+            must = f"be a multiple of fragments ({rule.fragments})"
+            raise ValueError(check.message(where, "inner_steps", must, rule.inner_steps))
     if rule.fragments > 1 and rule.optimizer_state != "keep":
         must = f"be 'keep' with fragments={rule.fragments}, whose exchanges lie apart"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))

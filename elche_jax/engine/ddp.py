@@ -253,9 +253,7 @@ class DDP:
             True
         """
         counts = check.integers("DDP.timed", "counts", counts, low=0)
-        check.per_device("DDP.timed", "counts", len(counts), self.world_size)
-        if not any(counts):
-            raise ValueError(check.message("DDP.timed", "counts", "have an entry above 0", counts))
+        self._check_counts("DDP.timed", "counts", counts)
         return self._watches.timed(counts)
 
     def sync_params(self, params: PyTree) -> PyTree:
@@ -328,15 +326,17 @@ class DDP:
         """
         name = "weighted_all_reduce_gradients"
         counts = check.reals(f"DDP.{name}", "batch_counts", batch_counts, low=0)
-        check.per_device(f"DDP.{name}", "batch_counts", len(counts), self.world_size)
-        if not any(counts):
-            rule = "have an entry above 0"
-            raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts))
+        self._check_counts(f"DDP.{name}", "batch_counts", counts)
         # times a power of 2, which is exact, so that products and sums neither overflow nor vanish
         most = math.frexp(max(counts))[1] + (len(counts) - 1).bit_length()
         wide = jax.dtypes.canonicalize_dtype(np.float64)
         weights = np.array([math.ldexp(count, -most) for count in counts], wide)
         return self._reduce(name, grads, weights)
+
+    def _check_counts(self, where: str, argument: str, counts: Sequence[float]) -> None:
+        check.per_device(where, argument, len(counts), self.world_size)
+        if not any(counts):
+            raise ValueError(check.message(where, argument, "have an entry above 0", counts))
 
     def _sync(self, name: str, tree: PyTree) -> PyTree:
         self._check(name, tree)
