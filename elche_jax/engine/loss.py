@@ -183,10 +183,8 @@ def check_mask_key(mask_key: str | None, batch: PyTree) -> None:
     if not isinstance(batch, dict):
         raise TypeError(f"data: mask_key needs microbatches that are dicts, got {describe(batch)}.")
     if mask_key in batch:
-        raise ValueError(
-            f"data: mask_key must be a name of its own, got {mask_key!r}, an "
-            "entry of data. Choose another name."
-        )
+        rule, got = "be a name of its own", f"{mask_key!r}, an entry of data"
+        raise ValueError(check.message("data", "mask_key", rule, got, "Choose another name."))
 
 
 def microbatch_terms(
@@ -318,22 +316,18 @@ def _form_of(loss: Any, size: int) -> Form:
 
 def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     if not isinstance(aux, dict):
-        raise TypeError(
-            f"loss_fn: aux must be a dict of metrics (name to scalar or to one value per "
-            f"example), got {describe(aux)}."
-        )
+        rule = "be a dict of metrics (name to scalar or to one value per example)"
+        raise TypeError(check.message("loss_fn", "aux", rule, describe(aux)))
     for name, value in aux.items():
         check_metric_name("loss_fn", name)
         WINDOW.check([name])
         if not hasattr(value, "shape") or value.shape not in ((), (size,)):
-            todo = " Return its mean: a scalar weighs as much as the loss."
-            raise TypeError(
-                f"loss_fn: aux[{name!r}] must be a scalar or one value per example "
-                f"({size}), got {describe(value)}.{todo if isinstance(value, Weighted) else ''}"
-            )
+            rule, todo = f"be a scalar or one value per example ({size})", ""
+            if isinstance(value, Weighted):
+                todo = "Return its mean: a scalar weighs as much as the loss."
+            raise TypeError(check.message("loss_fn", f"aux[{name!r}]", rule, describe(value), todo))
         if not is_real(value):
-            raise TypeError(
-                f"loss_fn: aux[{name!r}] must be of real numbers or bools, got {describe(value)}. "
-                "Take the real and imaginary parts or the magnitude of complex numbers."
-            )
+            rule = "be of real numbers or bools"
+            todo = "Take the real and imaginary parts or the magnitude of complex numbers."
+            raise TypeError(check.message("loss_fn", f"aux[{name!r}]", rule, describe(value), todo))
     return aux

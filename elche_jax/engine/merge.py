@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.engine.bits import is_float, is_key, raw, wide, wide_dtype, with_type_of
 from elche_jax.engine.spread import spread
 
@@ -235,17 +236,15 @@ def _finite(values: Any) -> Any:
 def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
     name = jax.tree_util.keystr(path) or "model_state"
     if rule not in known:
-        raise ValueError(
-            f"TrainStep.init: merge must be one of {', '.join(map(repr, known))} for every leaf of "
-            f"model_state, got {rule!r} for leaf {name}."
-        )
+        must = f"be one of {', '.join(map(repr, known))} for every leaf of model_state"
+        got = f"{rule!r} for leaf {name}"
+        raise ValueError(check.message("TrainStep.init", "merge", must, got))
     if rule == "auto":
         return "mean" if is_float(leaf) else "max"
     if rule in MEANS and not is_float(leaf):
-        raise TypeError(
-            f"TrainStep.init: merge must be 'max' or 'first' for leaves that are not floats, got "
-            f"{rule!r} for leaf {name} of dtype {leaf.dtype}."
-        )
+        must = "be 'max' or 'first' for leaves that are not floats"
+        got = f"{rule!r} for leaf {name} of dtype {leaf.dtype}"
+        raise TypeError(check.message("TrainStep.init", "merge", must, got))
     return str(rule)
 
 
@@ -262,11 +261,9 @@ def _pairs(rules: list[str], named: list[Any]) -> tuple[int | None, ...]:
         path, leaf = named[i]
         partner = pooled.get((parent, {"mean": "var", "var": "mean"}.get(name, "")))
         if partner is None or named[partner][1].shape != leaf.shape:
-            raise ValueError(
-                "TrainStep.init: merge='pooled' must be given to pairs of leaves `mean` and `var` "
-                "of one shape, side by side, got it for leaf "
-                f"{keystr(path) or 'model_state'} without its partner."
-            )
+            must = "be given to pairs of leaves `mean` and `var` of one shape, side by side"
+            got = f"it for leaf {keystr(path) or 'model_state'} without its partner"
+            raise ValueError(check.message("TrainStep.init", "merge='pooled'", must, got))
         if name == "var":
             mean_of[i] = partner
     return tuple(mean_of)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from elche_jax import _check as check
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.bits import is_key
 from elche_jax.engine.compile_cache import CompileCache
@@ -235,16 +236,13 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
     outputs = traced.outputs
     leaves = named(outputs, "output")
     for name, leaf in leaves:
+        got = f"{describe(leaf)} for leaf {name}"
         if leaf.shape[:1] != (size,):
-            raise TypeError(
-                f"predict: every output of apply_fn must have one entry per example ({size}) "
-                f"on its first axis, got {describe(leaf)} for leaf {name}."
-            )
+            rule = f"have one entry per example ({size}) on its first axis"
+            raise TypeError(check.message("predict", "every output of apply_fn", rule, got))
         if is_key(leaf):  # NumPy has no such dtype
-            raise TypeError(
-                "predict: every output of apply_fn must be of numbers or bools, got "
-                f"{describe(leaf)} for leaf {name}. Return jax.random.key_data of it."
-            )
+            rule, todo = "be of numbers or bools", "Return jax.random.key_data of it."
+            raise TypeError(check.message("predict", "every output of apply_fn", rule, got, todo))
     if not leaves:
         raise TypeError(f"predict: apply_fn must return arrays, got {describe(outputs)}.")
     return traced
@@ -267,10 +265,8 @@ def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, 
     if isinstance(value, Weighted):
         check_weight(f"metric_fn: the weight of metric {name!r}", value.weight)
     if known[0] != known[-1]:
-        raise TypeError(
-            f"metric_fn: metric {name!r} must have a weight of the shape of its value "
-            f"({known[0]}), got {known[-1]}."
-        )
+        rule = f"have a weight of the shape of its value ({known[0]})"
+        raise TypeError(check.message("metric_fn", f"metric {name!r}", rule, known[-1]))
     if ragged and known[0] == ():
         raise ValueError(
             f"metric_fn: metric {name!r} must have one entry per example ({size}), as the last "

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from elche_jax import _check as check
 from elche_jax.engine.loss import describe
 from elche_jax.engine.shapes import named
 from elche_jax.engine.spread import spread
@@ -78,13 +79,11 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
     flags = spread("trainable", "params", trainable, params)
     for (name, _), flag in zip(named(params, "params"), flags, strict=True):
         if not isinstance(flag, bool | np.bool_):
+            rule = "be True or False for every leaf of params"
             got = describe(flag) if hasattr(flag, "shape") else repr(flag)
-            raise TypeError(
-                f"TrainStep.init: trainable must be True or False for every leaf of params, got "
-                f"{got} for leaf {name}."
-            )
+            got = f"{got} for leaf {name}"
+            raise TypeError(check.message("TrainStep.init", "trainable", rule, got))
     if not any(flags):
-        raise ValueError(
-            "TrainStep.init: trainable must leave at least one leaf of params to train, got none."
-        )
+        rule = "leave at least one leaf of params to train"
+        raise ValueError(check.message("TrainStep.init", "trainable", rule, "none"))
     return Selection(tuple(map(bool, flags)))
