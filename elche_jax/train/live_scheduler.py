@@ -71,6 +71,7 @@ class LiveScheduler:
     Attributes:
         cadence: The cadence.
         timeline: The recorder, or None.
+        verified: Whether replicas were compared after one of the windows.
 
     Args:
         controller: The pure controller.
@@ -103,6 +104,7 @@ class LiveScheduler:
         self._world_size = world_size
         self._history = array("q")
         self._next_window = 0
+        self.verified = False
         self._hint = hint and not self.cadence.adaptive
         self.timeline, self._worth = timeline, worth
         self._epochs = timeline if isinstance(timeline, EpochRecorder) else None

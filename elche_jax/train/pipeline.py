@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,14 +14,12 @@ import numpy as np
 from elche_jax import _progress
 from elche_jax._processes import ExchangeLost, ProcessLostError
 from elche_jax._waiting import interruptible
-from elche_jax.cadence import WindowRecord
+from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
-from elche_jax.engine.loop import LoopHook
-from elche_jax.engine.runner import Launch, WindowRunner
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.runner import Launch
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import ENDS, WindowTimes
 from elche_jax.train.divergence import DivergenceReader
@@ -29,7 +28,8 @@ from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.lost import TakeOver
-from elche_jax.train.planning import Planning, R
+from elche_jax.train.options import Options
+from elche_jax.train.planning import R
 from elche_jax.train.telling import Telling, finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.timing import Timing
 from elche_jax.train.window_checks import WindowChecks
@@ -44,7 +44,7 @@ LATE = "left out: late"
 """Reason in the timeline for a window that was averaged without a late device."""
 
 
-class Pipeline(Planning[R]):
+class Pipeline(TakeOver[R]):
     """State shared by the threads of one call of `windows`.
 
     A window is *planned* by the prefetch thread, *dispatched* by the loop and *complete*
@@ -63,13 +63,10 @@ class Pipeline(Planning[R]):
         watch: Counts windows that are not finite.
         runner: Runs the windows.
         cache: Compiled programs.
-        compared: Shapes of the part of a state that must be equal on all devices.
-        divergence: Reads how far the devices drifted apart; None in gradient mode.
-        in_flight: Windows that may be dispatched and not yet complete.
+        options: The options of the training step.
         timing: Decides which windows are timed; None for all.
-        pending: Number of windows that are pending in the state between two windows.
-        verifies: Whether what the last comparison of replicas found is told at the end of a loop.
-        emulation: Slows devices down on purpose; None if they are as they are.
+        divergence: Reads how far the devices drifted apart; None in gradient mode.
+        compared: Shapes of the part of a state that must be equal on all devices.
     """
 
     combines: ClassVar[bool] = True
@@ -82,19 +79,16 @@ class Pipeline(Planning[R]):
         watch: FiniteWatch,
         runner: R,
         cache: CompileCache,
-        compared: PyTree = None,
-        divergence: DivergenceReader | None = None,
-        in_flight: int = IN_FLIGHT,
+        options: Options,
         timing: Timing | None = None,
-        pending: int = 0,
-        verifies: bool = False,
-        emulation: LoopHook | None = None,
+        divergence: DivergenceReader | None = None,
+        compared: PyTree = None,
     ):
-        telling = Telling(feed.fleet, pending > 0, verifies)
+        in_flight = IN_FLIGHT if options.host is None else options.host.in_flight
+        telling = Telling(feed.fleet, options.pending > 0, options.verify_every is not None)
         super().__init__(feed, scheduler, start, runner, in_flight, timing, telling)
-        self._cache, self._watch = cache, watch
+        self._cache, self._watch, self._options = cache, watch, options
         self._divergence = divergence
-        self._emulation = emulation
         # whether windows end in an exchange with other processes, in which times travel
         self._surveys = self.combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
@@ -106,7 +100,7 @@ class Pipeline(Planning[R]):
         self._lockstep = [] if self.combines else on_host
         self._dispatches = 0
         self._checks = WindowChecks(watch, scheduler, telling, self.errors, feed.fleet, compared)
-        self._take_over = TakeOver(feed, scheduler, self._checks, pending)
+        self._plans: deque[WindowPlan] = deque(maxlen=options.pending)  # of those in the state
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
         self._without_times: dict[int, InFlight] = {}  # complete, except for a late device
@@ -114,69 +108,6 @@ class Pipeline(Planning[R]):
         _progress.opened(start.window, self._job.ranks, jax.process_index())
 
     # -- the training loop -----------------------------------------------------------
-
-    def present(
-        self: "Pipeline[WindowRunner]", state: TrainState, windows: Sequence[Window], lost: bool
-    ) -> tuple[TrainState, list[Window]]:
-        """Return a state, and the windows to train from it, for the devices that are left.
-
-        Args:
-            state: The state before the windows.
-            windows: Windows that are to be dispatched.
-            lost: Whether an exchange was lost since the last call. Where the loop runs ahead of
-                exchanges, this process may know of a loss that another one does not know of yet.
-        """
-        clock, runner = None if self.closed else self.clock, self.runner
-        if lost and runner.runs_ahead:
-            try:
-                state, windows = self._take_over.take_back(
-                    state, windows, runner, clock, self._take_back
-                )
-            except Exception:
-                self.errors.raised = True  # here the loop sees it
-                raise
-        if not windows:
-            return state, []
-        first, *later = windows
-        if runner.runs_ahead:
-            first = self._take_over.shared(first)
-        else:
-            recorded = self._wait_for_records
-            state, first = self._take_over.present(state, first, runner, clock, recorded)
-        return state, [first, *later]
-
-    def _take_back(self) -> list[Window]:
-        """Take back the windows that are lost, oldest first; all before them are recorded then."""
-        self._wait_for_records()
-        with self._changed:
-            flights, self._flights = self._flights, {}
-        self._scheduler.on_taken_back(len(flights))
-        return [flight.again for flight in flights.values() if flight.again is not None]
-
-    def wait_for_means(self, window: Window | None = None) -> None:
-        """Wait until all windows have a mean, if devices run ahead of it.
-
-        Args:
-            window: Wait only if it is the last one of the run; None to wait in any case.
-
-        Raises:
-            ExchangeLost: If some are lost.
-        """
-        if self.runner.runs_ahead and (window is None or window.index == self._last):
-            self._wait_for_records()
-            if self._lost:
-                raise ExchangeLost
-
-    @property
-    def _over(self) -> bool:
-        """Whether nobody may wait for a window any more."""
-        return self.closed or self.errors.first is not None
-
-    def _wait_for_records(self) -> None:
-        """Wait until every window dispatched so far is recorded or lost, as in all processes."""
-        if self.clock is not None:
-            self.clock.wait(self._changed, lambda: self._over or self._recorded)
-        self.errors.check()
 
     @contextmanager
     def dispatch(
@@ -201,13 +132,13 @@ class Pipeline(Planning[R]):
                 self._requested, self._cold = time.perf_counter(), True
             # after the first compiles, which must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
-            clock = None if self.closed else self.clock
             survey = None
             if self._surveys:
                 survey = Survey(lambda: self._measured(flight, misses), self._scheduler.lost)
             launch = Launch(
-                clock, self._dispatches, at, window.counts, window.examples, survey, hold=hold
-            )
+                self._live_clock, self._dispatches, at, window.counts, window.examples, survey,
+                hold=hold,
+            )  # fmt: skip
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
             if self.runner.runs_ahead:  # no other one is taken back
@@ -249,7 +180,6 @@ class Pipeline(Planning[R]):
         self._scheduler.on_dispatch(flight.plan)
         self.trained = flight.plan.window
         self._telling.dispatched(flight)
-        self._take_over.dispatched(flight.plan)
         if self._remote and isinstance(flight.finite, jax.Array):
             flight.finite.copy_to_host_async()  # the watcher thread reads it without a wait
         launch = flight.launch
@@ -273,8 +203,8 @@ class Pipeline(Planning[R]):
 
     def check_emulation(self) -> None:
         """Raise what the programs of emulated devices could not raise."""
-        if self._emulation is not None:
-            self._emulation.settle()
+        if self._options.emulate is not None:
+            self._options.emulate.settle()
 
     def end(self) -> None:
         """Do the same at the end of the loop.
@@ -290,7 +220,7 @@ class Pipeline(Planning[R]):
     def _ended(self) -> ProcessLostError:
         """Return the error that windows are lost and the loop has ended."""
         first = min((one.plan.window for one in self._flights.values()), default=self._next)
-        return self._take_over.ended(first)
+        return self.ended(first)
 
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""

@@ -183,7 +183,8 @@ class Planning(Generic[R]):
     @property
     def _lost(self) -> bool:
         """Whether the windows in flight are lost, and all before them are recorded."""
-        first = None if self.clock is None or self.closed else self.clock.lost
+        clock = self._live_clock
+        first = None if clock is None else clock.lost
         return first is not None and min(self._flights, default=first) >= first
 
     @property
@@ -195,6 +196,22 @@ class Planning(Generic[R]):
     def _full(self) -> bool:
         """Whether as many windows are in flight as may be."""
         return len(self._flights) >= self._in_flight
+
+    @property
+    def _live_clock(self) -> Clock | None:
+        """The clock; None once the run was closed."""
+        return None if self.closed else self.clock
+
+    @property
+    def _over(self) -> bool:
+        """Whether nobody may wait for a window any more."""
+        return self.closed or self.errors.first is not None
+
+    def _wait_for_records(self) -> None:
+        """Wait until every window dispatched so far is recorded or lost, as in all processes."""
+        if self.clock is not None:
+            self.clock.wait(self._changed, lambda: self._over or self._recorded)
+        self.errors.check()
 
     def wake(self) -> None:
         """Make every waiting thread check its condition again."""

@@ -24,7 +24,6 @@ from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
 from elche_jax.engine.replicas import unreplicate
-from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
@@ -36,7 +35,6 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.outside import Calls
-from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
 from elche_jax.train.resume import (
     adopt,
     join_devices,
@@ -82,15 +80,14 @@ class TrainStep:
         self._divergence = divergence_reader(self._options, self.devices)
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)
         self._runners = Runners(loss_fn, optimizer, fleet, options, self._cache)
-        self._last_pipeline: Pipeline[WindowRunner] | None = None
+        self._last_pipeline: Training | None = None
         # A window that the user keeps must keep its pipeline: it can still be trained. An entry per
         # run, none per window: when one goes, Python code runs, in which a Ctrl-C is lost.
-        self._pipelines: WeakKeyDictionary[Run, Pipeline[WindowRunner]] = WeakKeyDictionary()
+        self._pipelines: WeakKeyDictionary[Run, Training] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(fleet)
         self._timing = timing_for(options.timeline)
-        self._training = Training(fleet, options, self._scheduler, self._timing)
         self._average: Callable[[TrainState], PyTree] | None = None
 
     @property
@@ -297,14 +294,9 @@ class TrainStep:
             check_same_data(self.fleet.job, plan, start)
             runner = self._runners.get(self._initial, plan)
             feed = self._loading.feed(plan, runner, self._scheduler.cadence)
-            limits = self._options.host
-            pipeline = Pipeline(
-                feed, self._scheduler, start, self._watch, runner, self._cache,
-                divergence=self._divergence,
-                in_flight=IN_FLIGHT if limits is None else limits.in_flight,
-                compared=runner.replicated(runner.state), timing=self._timing,
-                pending=self._options.pending, verifies=self._options.verify_every is not None,
-                emulation=self._options.emulate,
+            pipeline = Training(
+                feed, self._scheduler, start, self._watch, runner, self._cache, self._options,
+                self._timing, self._divergence, compared=runner.replicated(runner.state),
             )  # fmt: skip
             self._last_pipeline = pipeline
             self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
@@ -344,11 +336,11 @@ class TrainStep:
         with self._calls("train"):
             pipeline = self.pipeline_of(window, "train")
             self._check_state(state, "train")
-            trained = self._training.run(pipeline, state, window)
+            trained = pipeline.train(state, window)
             pipeline.check_emulation()
             return trained
 
-    def pipeline_of(self, window: Window, where: str) -> Pipeline[WindowRunner]:
+    def pipeline_of(self, window: Window, where: str) -> Training:
         """Return the pipeline that runs a window.
 
         Args:
@@ -387,7 +379,7 @@ class TrainStep:
         with self._calls("TrainStep.whole"):
             pipeline = self.pipeline_of(window, "TrainStep.whole")
             self._check_state(state, "TrainStep.whole")
-            return self._training.run(pipeline, state, None)[0]
+            return pipeline.train(state, None)[0]
 
     def average(self, state: TrainState) -> PyTree:
         """Return one set of parameters, even if the devices' copies differ.

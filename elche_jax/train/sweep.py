@@ -30,11 +30,12 @@ from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import fingerprint
-from elche_jax.train.finite import FinitePolicy, FiniteWatch
+from elche_jax.train.finite import FinitePolicy
 from elche_jax.train.in_flight import InFlight, Run, Window
 from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
+from elche_jax.train.options import Options
 from elche_jax.train.outside import check_mesh, check_outside
 from elche_jax.train.parts import cadence_for, check_emulation
 from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
@@ -73,12 +74,8 @@ class SweepPipeline(Pipeline[SweepRunner]):
 
     def begin(self, where: str) -> None:
         """Plan without devices that are lost; `where` is the function the user called."""
-        if self._take_over.lose(0, self._wait_for_records, where, again=False):
+        if self.lose(0, where, again=False):
             self._scheduler.restart()
-
-    def again(self, window: Window) -> Window:
-        """Return a window with its data, without work for devices that are lost."""
-        return self._take_over.shared(window)
 
     def told(
         self, talk: Talk, where: str, found: list[T], again: Callable[[], list[T]]
@@ -100,7 +97,7 @@ class SweepPipeline(Pipeline[SweepRunner]):
         records = self._own
         told = talk.tell((found, records))
         # what a process had read that ended meanwhile is lost with it
-        while self._take_over.lose(self._told + 1, self._wait_for_records, where):
+        while self.lose(self._told + 1, where):
             told = talk.tell((again(), records))
         for of_window in zip(*(records for _, records in told), strict=True):
             self._scheduler.observe(joined_record(self._job, of_window))
@@ -239,7 +236,7 @@ class Sweep:
         ran: list[Window] = []  # since all have told each other, without their data
 
         def again() -> list[T]:
-            windows = map(pipeline.again, ran)
+            windows = map(pipeline.shared, ran)
             return [read(window, _results(pipeline, variables, window)) for window in windows]
 
         with Windows(pipeline, Run()) as windows:
@@ -287,10 +284,9 @@ class Sweep:
         plan = replace(plan, row_bytes=row_bytes)
         feed = self._loading.feed(plan, runner, self.scheduler.cadence)
         self.scheduler.restart()
-        watch = FiniteWatch(FinitePolicy("ignore"), self.devices)
-        return SweepPipeline(
-            feed, self.scheduler, Cursor(), watch, runner, self._cache, emulation=self._emulate
-        )
+        options = Options(finite=FinitePolicy("ignore"), emulate=self._emulate)
+        watch = options.finite_watch(self.devices)
+        return SweepPipeline(feed, self.scheduler, Cursor(), watch, runner, self._cache, options)
 
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Return stacked parameters and model state: those of a training state, or copies."""

@@ -1,21 +1,26 @@
 """Trains one window: dispatches it, and again if a process of the job ends in its exchange."""
 
+import time
+from collections import deque
+from collections.abc import Sequence
+
 import jax
+import numpy as np
 
 from elche_jax._processes import PROCESSES, ExchangeLost
+from elche_jax._turns import TURNS
 from elche_jax._waiting import HeldInterrupt
+from elche_jax.cadence import WindowPlan
 from elche_jax.engine.checksum import checksums
-from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.place import placing
-from elche_jax.engine.runner import WindowRunner
+from elche_jax.engine.runner import Launch, WindowRunner
 from elche_jax.engine.state import TrainState
+from elche_jax.engine.survey import Survey
 from elche_jax.train.in_flight import Window
 from elche_jax.train.initial import explain
-from elche_jax.train.live_scheduler import LiveScheduler
-from elche_jax.train.options import Options
 from elche_jax.train.pipeline import Pipeline
-from elche_jax.train.timing import Timing
+from elche_jax.train.telling import numbered, plan_number, plans_error, unmeasured_rows
 
 Trained = tuple[TrainState, dict[str, jax.Array]]
 """The state after a window, and the metrics."""
@@ -26,30 +31,25 @@ otherwise. Each process has an optimizer of its own: another learning rate in on
 train processes apart without any other sign, so a job is always checked."""
 
 
-class Training:
-    """Trains windows of a training step.
+STATE = (
+    "the state is not the one that the last of them returned, or the first of them began with "
+    "local steps of an earlier loop"
+)
 
-    Args:
-        fleet: The devices of this process.
-        options: The options of the training step.
-        scheduler: Counts its windows.
-        timing: Decides which windows are timed.
+
+class Training(Pipeline[WindowRunner]):
+    """The windows of a training step, see `Pipeline`.
+
+    Windows that were pending when a process ended lack what its devices had computed for them.
+    They are put back, and run again from the last mean: what the others had computed is dropped,
+    too. Windows that are pending in the state are put back by their number, see `_run_again`; those
+    of which the loop runs ahead by what their exchange has told, see `_take_back`.
     """
 
-    def __init__(self, fleet: Fleet, options: Options, scheduler: LiveScheduler, timing: Timing):
-        self._fleet, self._options, self._scheduler = fleet, options, scheduler
-        self._timing = timing
-        default = None if fleet.job.one_process else VERIFY_IN_JOB
-        self._verify_every = options.verify_every or default
-        self._verified = False
-
-    def run(
-        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window | None
-    ) -> Trained:
+    def train(self, state: TrainState, window: Window | None) -> Trained:
         """Train a window, and again those that are lost.
 
         Args:
-            pipeline: That of the window.
             state: The state; its buffers are donated.
             window: The window; None to wait until no window lacks its mean.
         """
@@ -57,26 +57,23 @@ class Training:
         metrics, lost = dict[str, jax.Array](), False
         while True:
             # if an exchange is lost, the state is as before the window, which is run again
-            state, windows = pipeline.present(state, windows, lost)
+            state, windows = self._present(state, windows, lost)
             try:
                 for first in windows[:1]:
                     with HeldInterrupt() as interrupt:
-                        state, metrics = self._dispatch(pipeline, state, first, interrupt)
+                        state, metrics = self._dispatch(state, first, interrupt)
                     if interrupt.came:
-                        _interrupt(pipeline)
+                        self._interrupt()
                     windows, lost = windows[1:], False
                 if not windows:
-                    pipeline.wait_for_means(window)
+                    self._wait_for_means(window)
                     return state, metrics
             except ExchangeLost:
                 lost = True
 
-    def _dispatch(
-        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window,
-        interrupt: HeldInterrupt,
-    ) -> Trained:  # fmt: skip
-        runner = pipeline.runner
-        with pipeline.dispatch(window, interrupt.begin) as flight, placing(self._fleet):
+    def _dispatch(self, state: TrainState, window: Window, interrupt: HeldInterrupt) -> Trained:
+        runner, fleet = self.runner, self._feed.fleet
+        with self.dispatch(window, interrupt.begin) as flight, placing(fleet):
             timed = self._timing.timed(self._scheduler.windows, window.counts, window.epoch)
             # asked only if the window is not timed, so a short run never compiles the fused program
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)
@@ -87,31 +84,167 @@ class Training:
             except BaseException as error:
                 # only after a failure: the loop would pay for every leaf in every window
                 PROCESSES.raised(error)
-                explain(state, runner.state, self._fleet, error)
+                explain(state, runner.state, fleet, error)
                 raise
-            if not pipeline.late:  # reading the sums would wait for the late device
-                flight.sums = self._checksums(runner, state, window.index)
+            if not self.late:  # reading the sums would wait for the late device
+                flight.sums = self._checksums(state, window.index)
             # if windows are pending, the metrics are those of an earlier one
             flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
+        self._plans.append(flight.plan)
         return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
 
-    def _checksums(
-        self, runner: WindowRunner, state: TrainState, window: int
-    ) -> StackedArray | None:
+    def _checksums(self, state: TrainState, window: int) -> StackedArray | None:
         """Launch checksums of the replicas after a window if they are due; do not wait for them.
 
         They are due every so many windows, and at the first window seen, so that nothing is
         compiled later. In a job what they say is told in the exchange of the next window.
         """
-        every = self._verify_every
-        if every is None or (self._verified and window % every):
+        every = self._options.verify_every or (None if self._job.one_process else VERIFY_IN_JOB)
+        if every is None or (self._scheduler.verified and window % every):
             return None
-        self._verified = True
-        return checksums(runner.replicated(state), self._fleet)
+        self._scheduler.verified = True
+        return checksums(self.runner.replicated(state), self._feed.fleet)
 
+    def _interrupt(self) -> None:
+        """Raise a Ctrl-C that was held back once the loop has the new state."""
+        if self.closed:
+            raise KeyboardInterrupt  # nobody asks for a next window
+        self.errors.keep(KeyboardInterrupt())
 
-def _interrupt(pipeline: Pipeline[WindowRunner]) -> None:
-    """Raise a Ctrl-C that was held back once the loop has the new state."""
-    if pipeline.closed:
-        raise KeyboardInterrupt  # nobody asks for a next window
-    pipeline.errors.keep(KeyboardInterrupt())
+    def _wait_for_means(self, window: Window | None) -> None:
+        """Wait until all windows have a mean, if devices run ahead of it.
+
+        Args:
+            window: Wait only if it is the last one of the run; None to wait in any case.
+
+        Raises:
+            ExchangeLost: If some are lost.
+        """
+        if self.runner.runs_ahead and (window is None or window.index == self._last):
+            self._wait_for_records()
+            if self._lost:
+                raise ExchangeLost
+
+    # -- after the loss of a process -------------------------------------------------
+
+    def _present(
+        self, state: TrainState, windows: list[Window], lost: bool
+    ) -> tuple[TrainState, list[Window]]:
+        """Return a state, and the windows to train from it, for the devices that are left.
+
+        Args:
+            state: The state before the windows; given up if windows run again.
+            windows: Windows that are to be dispatched. If a process was lost since the last one,
+                they are the same in all processes.
+            lost: Whether an exchange was lost since the last call. Where the loop runs ahead of
+                exchanges, this process may know of a loss that another one does not know of yet.
+
+        Raises:
+            ProcessLostError: If data cannot be read again, or a recording is replayed.
+        """
+        ahead = self.runner.runs_ahead
+        if lost and ahead:
+            try:
+                state, windows = self._take_back(state, windows)
+            except Exception:
+                self.errors.raised = True  # here the loop sees it
+                raise
+        if not windows:
+            return state, []
+        first, *later = windows
+        if not ahead:
+            TURNS.wait()  # in another thread a process may be found to be lost at any moment
+            while self.lose(first.index):
+                if self._options.pending:
+                    state = self._run_again(state, self._unfinished(state, first.index))
+        return state, [self.shared(first), *later]
+
+    def _take_back(
+        self, state: TrainState, windows: list[Window]
+    ) -> tuple[TrainState, list[Window]]:
+        """Return the state before the windows that are lost, and these, to be trained again.
+
+        That is where the loop runs ahead of exchanges. They have no record yet, so all processes
+        make the same plans after them. The loop sees none of it.
+
+        Args:
+            state: The state after these windows.
+            windows: Windows to be dispatched after them, the same in all processes.
+
+        Returns:
+            The state, and all windows that are to be dispatched.
+
+        Raises:
+            ProcessLostError: If they cannot run again.
+        """
+        clock = self._live_clock
+        TURNS.wait()  # in another thread a process may be found to be lost at any moment
+        self._wait_for_records()
+        with self._changed:
+            flights, self._flights = self._flights, {}
+        self._scheduler.on_taken_back(len(flights))
+        lost = [flight.again for flight in flights.values() if flight.again is not None]
+        again = [*lost, *windows]
+        first = again[0].index
+        if clock is None:
+            raise self.ended(first)
+        before = self.runner.take_back(state, clock, len(lost))
+        if before is None:
+            raise self._loss_error(first, STATE)
+        self.lose(first)
+        return before, again
+
+    def _unfinished(self, state: TrainState, window: int) -> list[WindowPlan]:
+        """Return the windows that are pending in a state, oldest first."""
+        there = min(self._options.pending, int(np.asarray(state.step)[0]))
+        if there > len(self._plans):
+            before = "pending since before this call of windows"
+            raise self._loss_error(window, "their data are closed", before)
+        return list(self._plans)[len(self._plans) - there :]
+
+    def _run_again(self, state: TrainState, plans: Sequence[WindowPlan]) -> TrainState:
+        """Run the windows again that are pending in a state; return the state after them.
+
+        They were dispatched, and their times are known: this is neither recorded nor measured.
+        """
+        clock = self._live_clock
+        todo, done, own = deque(plans), list[WindowPlan](), list[np.ndarray]()
+        state = self._put_back(state, plans)
+        while todo:
+            plan, calls = self._shared_out(todo[0])
+            # what it tells of itself is whether its devices are finite: below
+            own_rows = unmeasured_rows([True] * self._feed.fleet.world_size)
+            rows = numbered(own_rows, plan_number(plan))
+            survey = Survey(lambda rows=rows: rows)
+            now = time.perf_counter()
+            launch = Launch(clock, 0, now, plan.counts, survey=survey, timed=False)
+            try:
+                state, _, token = self.runner.run(state, calls, launch)
+            except ExchangeLost:  # another process ended
+                state = self._put_back(state, done)
+                todo, done, own = deque([*done, *todo]), [], []
+                self.lose(plan.window)
+                continue
+            if (error := plans_error(self._job, plan, np.asarray(survey.found))) is not None:
+                raise error
+            todo.popleft()
+            done.append(plan)
+            own.append(np.asarray(token))
+        self._check_finite(done, own)
+        self._plans.extend(done)
+        return state
+
+    def _put_back(self, state: TrainState, plans: Sequence[WindowPlan]) -> TrainState:
+        """Return a state before windows that are pending in it."""
+        microbatches, examples = sum(sum(p.counts) for p in plans), sum(p.examples for p in plans)
+        return self.runner.put_back(state, len(plans), microbatches, examples)
+
+    def _check_finite(self, plans: Sequence[WindowPlan], own: Sequence[np.ndarray]) -> None:
+        """Check windows that ran again; `own` are those of this process's devices."""
+        if not plans:
+            return
+        rows, lost = self._job.gather_rows(np.stack(own, 1).astype(np.float32)), self._job.members
+        for plan, column in zip(plans, rows.T, strict=True):
+            fine = column > 0
+            fine[list(lost.lost)] = True
+            self._checks.count(plan, bool(fine.all()), fine, 0)

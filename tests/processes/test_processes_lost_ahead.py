@@ -13,7 +13,7 @@ from test_processes_lost import check_fit
 from test_processes_lost_pending import check_params
 from test_processes_rules import AHEAD
 
-from elche_jax.train.lost import STATE
+from elche_jax.train.training import STATE
 
 pytestmark = pytest.mark.slow  # `make test` has one kill, with no window pending
 ELCHE, TOTAL = ("ElChe", 3, 0.1, 4), ("FixedTotal", 8)

@@ -13,6 +13,7 @@ from elche_jax.engine.timing import WindowTimes
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.options import Options
 from elche_jax.train.pipeline import Pipeline
 
 
@@ -24,7 +25,7 @@ class Loop:
         feed = SimpleNamespace(fleet=Lane(devices, (0, 1)))
         self.scheduler = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=False)
         watch = FiniteWatch(FinitePolicy("ignore"), devices)
-        self.run = Pipeline(feed, self.scheduler, elche.Cursor(), watch, None, None)
+        self.run = Pipeline(feed, self.scheduler, elche.Cursor(), watch, None, None, Options())
         for number in range(2):
             plan = WindowPlan(number, 0, (1, 1), 2)
             launch = Launch(None, number, 0.0, plan.counts)

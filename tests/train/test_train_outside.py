@@ -119,8 +119,8 @@ def test_a_step_is_used_by_one_thread_at_a_time(monkeypatch):
         return inner(*arguments)
 
     with train.windows(data(), 4) as windows:
-        inner = train._training._dispatch
-        monkeypatch.setattr(train._training, "_dispatch", meanwhile)
+        inner = train._last_pipeline._dispatch
+        monkeypatch.setattr(train._last_pipeline, "_dispatch", meanwhile)
         train(state, next(windows))
     assert len(said) == 2
     third = threading.Thread(target=lambda: said.append(train.init(PARAMS)))

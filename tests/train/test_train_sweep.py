@@ -27,6 +27,7 @@ from elche_jax.train.evaluate import _kept_sweep, _same, _same_function
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.options import Options
 from elche_jax.train.pipeline import Pipeline
 from elche_jax.train.sweep import SweepPipeline
 
@@ -247,7 +248,7 @@ def test_when_a_device_begins_its_next_window(kind, platform, busy, monkeypatch)
     monkeypatch.setattr(scheduler, "observe", lambda record, at: measured.append(record))
     monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
-    run = kind(feed, scheduler, elche.Cursor(), watch, None, None)
+    run = kind(feed, scheduler, elche.Cursor(), watch, None, None, Options())
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
         run._flights[number] = InFlight(plan, 0.0, Launch(None, number, 0.0, plan.counts))
