@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence import Cadence, WindowRecord
-from elche_jax.cadence.scheduler import SchedulerState
+from elche_jax.cadence import Cadence
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.devices import select_job
 from elche_jax.engine.loop import LoopHook
@@ -29,6 +28,7 @@ from elche_jax.engine.sweep import (
 )
 from elche_jax.observe.report import RunReport
 from elche_jax.train.in_flight import Window
+from elche_jax.train.live_scheduler import Scheduled
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.train.outside import check_outside
 from elche_jax.train.sweep import Sweep
@@ -38,7 +38,7 @@ Sums = dict[str, tuple[Any, Any]]
 """By the name of a metric the sums of weighted values and of weights, in float64."""
 
 
-class EvalStep:
+class EvalStep(Scheduled):
     """Computes metrics over a data set on all devices; made by `build_eval_step`.
 
     Attributes:
@@ -46,27 +46,8 @@ class EvalStep:
     """
 
     def __init__(self, sweep: Sweep):
-        self._sweep = sweep
+        self._sweep, self._scheduler = sweep, sweep.scheduler
         self.devices = sweep.devices
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Microbatches per device planned for the next window."""
-        return self._sweep.scheduler.counts
-
-    @property
-    def cadence_state(self) -> SchedulerState:
-        """State of the scheduler, can be set; see `TrainStep.cadence_state`."""
-        return self._sweep.scheduler.state
-
-    @cadence_state.setter
-    def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
-        self._sweep.scheduler.restore(state)
-
-    @property
-    def records(self) -> list[WindowRecord]:
-        """The windows of the last evaluation, oldest first; at most the last 1024."""
-        return self._sweep.scheduler.records
 
     def report(self) -> RunReport:
         """Return the speeds, counts, busy shares and compiles of the last evaluation."""

@@ -446,3 +446,43 @@ class LiveScheduler:
         idle = imbalance(steady)
         busy = median(sum(record.busy_ms) for record in steady)
         return idle if idle > HINT_ABOVE and busy >= HINT_MS * self._world_size else None
+
+
+class Scheduled:
+    """What a training step and an evaluation step show of their scheduler."""
+
+    _scheduler: LiveScheduler
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device planned for the next window.
+
+        After the end of a replayed recording, the counts of its last window.
+        """
+        return self._scheduler.counts
+
+    @property
+    def cadence_state(self) -> SchedulerState:
+        """State of the scheduler: plain numbers, with the cadence's state in `.cadence`.
+
+        Setting it to such a state, or to the dict of its `to_dict`, starts a run with the
+        speeds that an earlier one measured:
+
+            saved = json.dumps(train.cadence_state.to_dict())
+            train.cadence_state = json.loads(saved)
+
+        Raises:
+            TypeError: The value is neither.
+            ValueError: The state is of another cadence or number of devices.
+        """
+        return self._scheduler.state
+
+    @cadence_state.setter
+    def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
+        self._scheduler.restore(state)
+
+    @property
+    def records(self) -> list[WindowRecord]:
+        """Measurements of the last 1024 windows, oldest first; of an `EvalStep` those of the last
+        evaluation."""
+        return self._scheduler.records

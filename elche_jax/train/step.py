@@ -8,14 +8,7 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.cadence import (
-    Cadence,
-    Controller,
-    Divergence,
-    NoGuard,
-    SchedulerState,
-    WindowRecord,
-)
+from elche_jax.cadence import Cadence, Controller, Divergence, NoGuard
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
@@ -31,7 +24,7 @@ from elche_jax.train.across import check_same_data, check_same_optimizer, check_
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.initial import as_key, check_buffers, check_init, initial_state
-from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.live_scheduler import LiveScheduler, Scheduled
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.outside import Calls
@@ -52,7 +45,7 @@ from elche_jax.train.worth import LaneWorth, rest_of
 PyTree = Any
 
 
-class TrainStep:
+class TrainStep(Scheduled):
     """A training step over several devices; made by `build_train_step`.
 
     Attributes:
@@ -96,42 +89,9 @@ class TrainStep:
         return len(self.devices)
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """Microbatches per device planned for the next window.
-
-        After the end of a replayed recording, the counts of its last window.
-        """
-        return self._scheduler.counts
-
-    @property
-    def cadence_state(self) -> SchedulerState:
-        """State of the scheduler: plain numbers, with the cadence's state in `.cadence`.
-
-        Setting it to such a state, or to the dict of its `to_dict`, starts a run with the
-        speeds that an earlier one measured:
-
-            saved = json.dumps(train.cadence_state.to_dict())
-            train.cadence_state = json.loads(saved)
-
-        Raises:
-            TypeError: The value is neither.
-            ValueError: The state is of another cadence or number of devices.
-        """
-        return self._scheduler.state
-
-    @cadence_state.setter
-    def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
-        self._scheduler.restore(state)
-
-    @property
     def counts_history(self) -> list[tuple[int, ...]]:
         """Counts of every window so far, in order, as `Replay` takes them."""
         return self._scheduler.history
-
-    @property
-    def records(self) -> list[WindowRecord]:
-        """Measurements of the last 1024 windows, oldest first."""
-        return self._scheduler.records
 
     @property
     def throughput(self) -> tuple[float | None, ...]:
