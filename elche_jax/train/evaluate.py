@@ -1,10 +1,11 @@
 """`build_eval_step` and `predict`: exact metrics, and outputs in data order."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -99,7 +100,7 @@ class EvalStep(Scheduled):
             RuntimeError: Another process of the job has raised an error.
             ProcessLostError: One has ended, and the data cannot be read again.
         """
-        sums: Sums = {}
+        sums: Sums | None = None
         sweep = self._sweep.results(
             _sums, params, model_state, data, batch_size=batch_size, mask_key=mask_key,
             placement=placement, window_bytes=window_bytes,
@@ -108,7 +109,8 @@ class EvalStep(Scheduled):
         with closing(sweep):
             for processes in sweep:
                 for found in chain(*processes):
-                    _add(sums, found)
+                    sums = found if sums is None else _added(sums, found)
+        assert sums is not None  # empty data have raised by now
         return {name: _mean(total, weight) for name, (total, weight) in sums.items()}
 
 
@@ -339,21 +341,15 @@ def _joined(examples: int, parts: list[Part]) -> list[np.ndarray]:
 def _sums(window: Window, calls: list[PyTree]) -> Sums:
     """Return the sums over the calls of a window and this process's devices."""
     del window
-    sums: Sums = {}
-    for results in calls:
-        parts = {
-            name: tuple(np.asarray(part, np.float64).sum(axis=0) for part in both)
-            for name, both in results.items()
-        }
-        _add(sums, parts)
-    return sums
+    parts = [
+        jax.tree.map(lambda part: np.asarray(part, np.float64).sum(axis=0), call) for call in calls
+    ]
+    return reduce(_added, parts)
 
 
-def _add(sums: Sums, found: Mapping[str, Any]) -> None:
+def _added(sums: Sums, found: Sums) -> Sums:
     """Add weighted sums, by the name of the metric."""
-    for name, (total, weight) in found.items():
-        before = sums.get(name, (0.0, 0.0))
-        sums[name] = (before[0] + total, before[1] + weight)
+    return jax.tree.map(operator.add, sums, found)
 
 
 def _mean(total: Any, weight: Any) -> Any:
