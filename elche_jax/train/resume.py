@@ -112,33 +112,25 @@ def restore_run(
         divergence.restore(saved.get("unread") or ())
     name = type(scheduler.cadence).__name__
     if saved["cadence_name"] != name:
-        say(
-            "elche: the checkpoint is of a run with %s, this one has %s: the cadence starts over.",
-            saved["cadence_name"],
-            name,
-        )
+        why = f"the checkpoint is of a run with {saved['cadence_name']}, this one has {name}"
     elif _moved(saved, job) and _believe(saved, kinds, job, scheduler):
         say(
             "elche: the devices are not those that the checkpoint's run had in the end: counts "
             "begin with the speeds that are known."
         )
+        return
     elif scheduler.cadence.estimates and _told_apart(saved_kinds, kinds):
-        say(
-            "elche: the devices are of %s, the checkpoint's were of %s: the cadence starts over.",
-            ", ".join(kinds),
-            ", ".join(saved_kinds),
-        )
+        here, there = ", ".join(kinds), ", ".join(saved_kinds)
+        why = f"the devices are of {here}, the checkpoint's were of {there}"
     elif saved["cadence"] is None:
-        say(
-            "elche: the state of %s was not saved, as it is no elche_jax.cadence.State: the "
-            "cadence starts over.",
-            name,
-        )
+        why = f"the state of {name} was not saved, as it is no elche_jax.cadence.State"
     else:
         try:
             scheduler.restore(saved["cadence"])
         except (TypeError, ValueError) as error:  # for example, built with other arguments
             say("elche: the cadence starts over: %s", error)
+        return
+    say("elche: %s: the cadence starts over.", why)
 
 
 def _believe(
