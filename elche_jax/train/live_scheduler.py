@@ -71,6 +71,7 @@ class LiveScheduler:
     Attributes:
         cadence: The cadence.
         timeline: The recorder, or None.
+        next_window: Number of the next window; windows before a resume on other devices count, too.
         verified: Whether replicas were compared after one of the windows.
 
     Args:
@@ -92,7 +93,7 @@ class LiveScheduler:
         owner: str = "TrainStep",
         worth: LaneWorth | None = None,
     ):
-        # guards the records and the history
+        # guards the records and the history, but a single number is read without it
         self._lock = threading.Lock()
         # held while a new state is computed from the old one. Reentrant and apart from the lock:
         # a user's guard or cadence that runs meanwhile may read the scheduler. Reading the state
@@ -103,7 +104,7 @@ class LiveScheduler:
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
         self._world_size = world_size
         self._history = array("q")
-        self._next_window = 0
+        self.next_window = 0
         self.verified = False
         self._hint = hint and not self.cadence.adaptive
         self.timeline, self._worth = timeline, worth
@@ -123,14 +124,7 @@ class LiveScheduler:
     @property
     def windows(self) -> int:
         """Windows dispatched so far, on this number of devices."""
-        with self._lock:
-            return len(self._history) // self._world_size
-
-    @property
-    def next_window(self) -> int:
-        """Number of the next window; windows before a resume on other devices count, too."""
-        with self._lock:
-            return self._next_window
+        return len(self._history) // self._world_size
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -286,7 +280,7 @@ class LiveScheduler:
             self._state = self._before = self._controller.begin(new)
             self._after.clear()
             self._history = array("q", () if history is None else history.ravel().tolist())
-            self._next_window = window
+            self.next_window = window
 
     def plan(
         self, window: int, after: int | None = None, late: Collection[int] = ()
@@ -352,13 +346,13 @@ class LiveScheduler:
         """Add the counts of a dispatched window to the history."""
         with self._lock:
             self._history.extend(plan.counts)
-            self._next_window = plan.window + 1
+            self.next_window = plan.window + 1
 
     def on_taken_back(self, windows: int) -> None:
         """Forget the counts of the last windows, which run again."""
         with self._lock:
             del self._history[len(self._history) - windows * self._world_size :]
-            self._next_window -= windows
+            self.next_window -= windows
 
     def on_skip(self, plan: WindowPlan, reason: str) -> None:
         """Record that a window's update was dropped, and why."""
