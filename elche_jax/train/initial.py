@@ -1,5 +1,6 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,12 +21,35 @@ from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import check_not_given_up, hold_over, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
-from elche_jax.engine.shapes import difference, named, shapes_of
+from elche_jax.engine.shapes import difference, named, one_of, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
+from elche_jax.train.across import check_same_optimizer, check_same_start
 from elche_jax.train.options import Options
 
 PyTree = Any
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Specification of the state that `TrainStep.init` made.
+
+    Attributes:
+        shapes: Shapes of the stacked state.
+        key_impl: Name of the PRNG implementation of its key.
+        selection: Which parameters are trained.
+        merge: How model state is merged.
+    """
+
+    shapes: TrainState
+    key_impl: str
+    selection: Selection
+    merge: MergeRules
+
+    @property
+    def one(self) -> TrainState:
+        """Shapes of one device's state."""
+        return one_of(self.shapes)
 
 
 def check_init(
@@ -52,15 +76,19 @@ def check_init(
 
 def initial_state(
     optimizer: optax.GradientTransformation,
+    options: Options,
+    fleet: Fleet,
     params: PyTree,
     model_state: PyTree,
-    key: jax.Array,
-    fleet: Fleet,
-    selection: Selection,
-    options: Options,
-    merge: MergeRules,
-) -> TrainState:
-    """Return the replicated state before the first window; see `TrainStep.init`."""
+    rng: Any,
+) -> tuple[TrainState, StateSpec]:
+    """Return the replicated state before the first window, and its specification.
+
+    The arguments are checked, and that they are alike in all processes; see `TrainStep.init`.
+    """
+    selection, merge = check_init(options, params, model_state)
+    key = as_key(rng)
+    check_same_start(fleet.job, params, model_state, key, selection, merge)
     if options.late and "first" in merge.rules:
         rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
         todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
@@ -81,7 +109,9 @@ def initial_state(
     # copies: windows donate the state, and the caller's arrays must survive
     rule = GradientRule if options.averaging is None else LocalRule
     rest, held = rule.split_lead(state)
-    return rule.join_lead(replicate_over(fleet, rest), hold_over(fleet, held))
+    state = rule.join_lead(replicate_over(fleet, rest), hold_over(fleet, held))
+    check_same_optimizer(fleet.job, state)
+    return state, StateSpec(shapes_of(state), str(jax.random.key_impl(key)), selection, merge)
 
 
 def initial_averaging(

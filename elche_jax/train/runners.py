@@ -1,7 +1,7 @@
 """The runners of a training step: one for each kind of state, loss and data."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,13 @@ from elche_jax.engine.lanes.program import LanesProgram
 from elche_jax.engine.lanes.runner import LanesRunner
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import LossFn, inspect_loss
-from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Ended, Rule
 from elche_jax.engine.runner import Runner, WindowRunner
-from elche_jax.engine.shapes import one_of, signature
+from elche_jax.engine.shapes import signature
 from elche_jax.engine.state import TrainState
-from elche_jax.engine.trainable import Selection
-from elche_jax.train.initial import check_digits
+from elche_jax.train.initial import StateSpec, check_digits
 from elche_jax.train.microbatch_split import Splitter
 from elche_jax.train.options import Options
 from elche_jax.train.spec import DataPlan
@@ -38,28 +36,6 @@ logger = logging.getLogger("elche_jax")
 
 KEEPERS = (Runner, LanesRunner)
 """Runners that keep sums on the devices between windows."""
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """Specification of the state that `TrainStep.init` made.
-
-    Attributes:
-        shapes: Shapes of the stacked state.
-        key_impl: Name of the PRNG implementation of its key.
-        selection: Which parameters are trained.
-        merge: How model state is merged.
-    """
-
-    shapes: TrainState
-    key_impl: str
-    selection: Selection
-    merge: MergeRules
-
-    @property
-    def one(self) -> TrainState:
-        """Shapes of one device's state."""
-        return one_of(self.shapes)
 
 
 class Runners:

@@ -17,13 +17,12 @@ from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
 from elche_jax.engine.replicas import unreplicate
-from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.across import check_same_data, check_same_optimizer, check_same_start
+from elche_jax.train.across import check_same_data
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
-from elche_jax.train.initial import as_key, check_buffers, check_init, initial_state
+from elche_jax.train.initial import StateSpec, check_buffers, initial_state
 from elche_jax.train.live_scheduler import LiveScheduler, Scheduled
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
@@ -36,7 +35,7 @@ from elche_jax.train.resume import (
     rows_to_dict,
     run_to_dict,
 )
-from elche_jax.train.runners import Runners, StateSpec
+from elche_jax.train.runners import Runners
 from elche_jax.train.timing import timing_for
 from elche_jax.train.training import Training
 from elche_jax.train.windows import Windows
@@ -159,16 +158,9 @@ class TrainStep(Scheduled):
             if self._last_pipeline is not None and self._last_pipeline.closed:
                 self.settle()
             self._runners.release()
-            selection, merge = check_init(self._options, params, model_state)
-            key, job = as_key(rng), self.fleet.job
-            check_same_start(job, params, model_state, key, selection, merge)
-            state = initial_state(
-                self._optimizer, params, model_state, key, self.fleet, selection, self._options,
-                merge,
-            )  # fmt: skip
-            check_same_optimizer(job, state)
-            impl = str(jax.random.key_impl(key))
-            self._initial = StateSpec(shapes_of(state), impl, selection, merge)
+            state, self._initial = initial_state(
+                self._optimizer, self._options, self.fleet, params, model_state, rng
+            )
             self._runners.begin(params, model_state)
             self._bytes = self._runners.exchanged_bytes(self._initial)
             self._watch = self._options.finite_watch(self.devices)
