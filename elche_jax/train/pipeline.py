@@ -98,7 +98,6 @@ class Pipeline(TakeOver[R]):
         # without a synchronisation devices end at different times, but the CPU runtime starts
         # a program on all devices of a lane at once
         self._lockstep = [] if self.combines else on_host
-        self._dispatches = 0
         self._checks = WindowChecks(watch, scheduler, telling, self.errors, feed.fleet, compared)
         self._plans: deque[WindowPlan] = deque(maxlen=options.pending)  # of those in the state
         self._watching: int | None = None  # the thread that records a window
@@ -136,8 +135,8 @@ class Pipeline(TakeOver[R]):
             if self._surveys:
                 survey = Survey(lambda: self._measured(flight, misses), self._scheduler.lost)
             launch = Launch(
-                self._live_clock, self._dispatches, at, window.counts, window.examples, survey,
-                hold=hold,
+                self._live_clock, self.wishes.dispatches, at, window.counts, window.examples,
+                survey, hold=hold,
             )  # fmt: skip
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
@@ -163,7 +162,7 @@ class Pipeline(TakeOver[R]):
         assert self.clock is not None  # set before any window is handed out
         self.clock.wait(self._changed, lambda: self._over or not self._full or self._lost)
         with self._changed:
-            self.errors.release(self._dispatches - self._in_flight)
+            self.errors.release(self.wishes.dispatches - self._in_flight)
             if self._full and self._lost:
                 raise ExchangeLost
             # not before the wait: if it is interrupted, the loop may use the window again
@@ -171,8 +170,7 @@ class Pipeline(TakeOver[R]):
                 self._current = None
             else:  # dropped before, and counted as complete
                 self._open.add(window.index)
-        self._dispatches += 1
-        self.wishes.dispatches = self._dispatches
+        self.wishes.dispatches += 1
 
     def _hand_over(self, flight: InFlight) -> None:
         """Hand a dispatched window to the watcher threads."""
@@ -238,12 +236,12 @@ class Pipeline(TakeOver[R]):
         if rows is None:
             return
         if (error := self._telling.replicas_error(rows)) is not None:
-            self.errors.found(self._dispatches, error)
+            self.errors.found(self.wishes.dispatches, error)
         if told is not None:
             # the number of the next window: none that is planned already may depend on it
             at = told.plan.window + 1 if self._current is None else self._current
             lost = self._job.members.lost
-            self._record_across(told, rows, lost, at, self._dispatches)
+            self._record_across(told, rows, lost, at, self.wishes.dispatches)
 
     def close(self) -> None:
         """End the timing; windows in flight go on, unmeasured.

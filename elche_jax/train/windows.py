@@ -43,9 +43,6 @@ class Windows(Iterator[Window]):
         # for windows that are dropped, Python prints a Ctrl-C that was held back, and goes on
         self._finish = weakref.finalize(self, pipeline.close)
 
-    def __iter__(self) -> "Windows":
-        return self
-
     def __next__(self) -> Window:
         if self._stop.is_set():
             raise StopIteration
