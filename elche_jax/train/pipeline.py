@@ -32,10 +32,8 @@ from elche_jax.train.options import Options
 from elche_jax.train.planning import R
 from elche_jax.train.telling import Telling, finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.timing import Timing
-from elche_jax.train.window_checks import WindowChecks
 from elche_jax.train.wishes import Wishes
 
-PyTree = Any
 # one window runs while the next is planned from the last report and its data are placed
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet complete."""
@@ -66,7 +64,6 @@ class Pipeline(TakeOver[R]):
         options: The options of the training step.
         timing: Decides which windows are timed; None for all.
         divergence: Reads how far the devices drifted apart; None in gradient mode.
-        compared: Shapes of the part of a state that must be equal on all devices.
     """
 
     combines: ClassVar[bool] = True
@@ -82,7 +79,6 @@ class Pipeline(TakeOver[R]):
         options: Options,
         timing: Timing | None = None,
         divergence: DivergenceReader | None = None,
-        compared: PyTree = None,
     ):
         in_flight = IN_FLIGHT if options.host is None else options.host.in_flight
         telling = Telling(feed.fleet, options.pending > 0, options.verify_every is not None)
@@ -98,7 +94,9 @@ class Pipeline(TakeOver[R]):
         # without a synchronisation devices end at different times, but the CPU runtime starts
         # a program on all devices of a lane at once
         self._lockstep = [] if self.combines else on_host
-        self._checks = WindowChecks(watch, scheduler, telling, self.errors, feed.fleet, compared)
+        self._unwatched: list[InFlight] = []  # they ran when the run was closed, or later
+        self._unchecked = 0  # the first window of which it was not checked yet whether it is finite
+        self._not_finite = set[int]()  # windows that were counted as such
         self._plans: deque[WindowPlan] = deque(maxlen=options.pending)  # of those in the state
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
@@ -158,7 +156,7 @@ class Pipeline(TakeOver[R]):
     def _admit(self, window: Window) -> None:
         """Wait until a window may be dispatched, and take it."""
         if self.closed:
-            self._checks.settle(keep=self._in_flight)
+            self._check_unwatched(keep=self._in_flight)
         assert self.clock is not None  # set before any window is handed out
         self.clock.wait(self._changed, lambda: self._over or not self._full or self._lost)
         with self._changed:
@@ -183,7 +181,7 @@ class Pipeline(TakeOver[R]):
         launch = flight.launch
         with self._changed:
             if self.closed:  # there are no watcher threads anymore
-                self._checks.unwatched(flight)
+                self._unwatched.append(flight)
                 return
             self._flights[launch.number] = flight
         assert self.clock is not None  # set before any window is handed out
@@ -222,7 +220,7 @@ class Pipeline(TakeOver[R]):
 
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
-        self._checks.settle()
+        self._check_unwatched()
         if not (self.closed or self.errors.raised):  # a variable holds the loop's iterator
             self._wait_for_records()
         self._tell_rest()
@@ -278,7 +276,7 @@ class Pipeline(TakeOver[R]):
             # those of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
                 flights = self._flights.items()
-                self._checks.unwatched(*(one for n, one in flights if n != self._completing))
+                self._unwatched += [one for n, one in flights if n != self._completing]
             self._flights.clear()
             self._changed.notify_all()
         if self.clock is not None:
@@ -324,7 +322,7 @@ class Pipeline(TakeOver[R]):
                 self._without_times[times.window] = replace(late_window, known={"loss": loss})
             if survey is None:
                 self._record(window, window.measured(times, free, ahead, left_out=late, **known))
-                self._checks.finite(window, window.token, times.window)
+                self._check_finite(window, window.token, times.window)
             else:
                 rows = np.asarray(survey.found)
                 self.wishes.found(times.window, Measured(*rows.T).wishes)
@@ -335,7 +333,7 @@ class Pipeline(TakeOver[R]):
                 if told:
                     at = window.plan.window
                     self._record_across(told, rows, survey.lost, at, times.window)
-            self._checks.replicas(window)
+            self._check_replicas(window)
             _progress.completed(window.plan.window, self.combines)
             # last: the loop must not go on to the end of the run before all is recorded
             with self._changed:
@@ -358,7 +356,7 @@ class Pipeline(TakeOver[R]):
         if told.rows is not None or not self._telling.of_last:  # else of a run that was closed
             left = [rank for rank in range(self._job.world_size) if rank not in lost]
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
-        self._checks.finite(told, finite_by_rank(rows, lost), number)
+        self._check_finite(told, finite_by_rank(rows, lost), number)
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
         """Return what this process tells in the exchange of a window, in a lane's thread."""
@@ -385,3 +383,48 @@ class Pipeline(TakeOver[R]):
             self._scheduler.observe_late(
                 window.measured(times, begins, ahead=False, **window.known)
             )
+
+    # -- checks of windows that are complete -----------------------------------------
+
+    def _check_unwatched(self, keep: int = 0) -> None:
+        """Check windows that no thread watches, except for the last `keep`."""
+        while len(self._unwatched) > keep:
+            window = self._unwatched.pop(0)
+            survey, told = window.launch.survey, self._telling.told_by(window)
+            own = window.token
+            if survey is not None:
+                own = finite_by_rank(np.asarray(survey.found), survey.lost)
+            if told is not None:
+                self._check_finite(told, own, window.launch.number)
+            self._check_replicas(window)
+
+    def _check_finite(self, window: InFlight, own: Any, number: int) -> None:
+        """Check that a window is finite; all know `own`, by rank, since dispatch `number`."""
+        # with windows pending, that of the mean is known in the window that applies it
+        finite = bool(np.asarray(own if self._telling.of_last else window.finite).all())
+        self._count(window.plan, finite, own, number)
+
+    def _count(self, plan: WindowPlan, finite: bool, own: Any, number: int) -> None:
+        """Count a window if it is not finite and was not counted: after a loss, some run again.
+
+        Args:
+            plan: The window.
+            finite: Whether it was finite.
+            own: For each device, whether its own sums were, see `FiniteWatch.observe`.
+            number: Number of the dispatch since which all processes know this.
+        """
+        again = plan.window < self._unchecked
+        self._unchecked = max(self._unchecked, plan.window + 1)
+        if again and (finite or plan.window in self._not_finite):
+            return
+        if not finite:
+            self._not_finite.add(plan.window)
+        skipped = self._watch.skipped
+        error = self._watch.observe(plan, finite, own)
+        if self._watch.skipped > skipped:
+            self._scheduler.on_skip(plan, self._watch.event)
+        if error is not None:
+            self.errors.found(number, error)
+
+    def _check_replicas(self, window: InFlight) -> None:
+        """Check that a window's replicas are equal, if they were compared."""

@@ -248,7 +248,7 @@ class TrainStep(Scheduled):
             feed = self._loading.feed(plan, runner, self._scheduler.cadence)
             pipeline = Training(
                 feed, self._scheduler, start, self._watch, runner, self._cache, self._options,
-                self._timing, self._divergence, compared=runner.replicated(runner.state),
+                self._timing, self._divergence,
             )  # fmt: skip
             self._last_pipeline = pipeline
             self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)

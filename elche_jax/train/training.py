@@ -14,10 +14,11 @@ from elche_jax.cadence import WindowPlan
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.place import placing
+from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
-from elche_jax.train.in_flight import Window
+from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.initial import explain
 from elche_jax.train.pipeline import Pipeline
 from elche_jax.train.telling import numbered, plan_number, plans_error, unmeasured_rows
@@ -104,6 +105,18 @@ class Training(Pipeline[WindowRunner]):
             return None
         self._scheduler.verified = True
         return checksums(self.runner.replicated(state), self._feed.fleet)
+
+    def _check_replicas(self, window: InFlight) -> None:
+        if window.sums is None:
+            return
+        where = f"train: after window {window.plan.window}"
+        compared = self.runner.replicated(self.runner.state)
+        text = mismatch(where, compared, self._feed.fleet.devices, window.sums)
+        error = None if text is None else ReplicaMismatch(text)
+        self._telling.verified(window.sums, error)
+        # else the next exchange tells it
+        if error is not None and self._job.one_process:
+            self.errors.keep(error)
 
     def _interrupt(self) -> None:
         """Raise a Ctrl-C that was held back once the loop has the new state."""
@@ -230,7 +243,7 @@ class Training(Pipeline[WindowRunner]):
             todo.popleft()
             done.append(plan)
             own.append(np.asarray(token))
-        self._check_finite(done, own)
+        self._check_again(done, own)
         self._plans.extend(done)
         return state
 
@@ -239,7 +252,7 @@ class Training(Pipeline[WindowRunner]):
         microbatches, examples = sum(sum(p.counts) for p in plans), sum(p.examples for p in plans)
         return self.runner.put_back(state, len(plans), microbatches, examples)
 
-    def _check_finite(self, plans: Sequence[WindowPlan], own: Sequence[np.ndarray]) -> None:
+    def _check_again(self, plans: Sequence[WindowPlan], own: Sequence[np.ndarray]) -> None:
         """Check windows that ran again; `own` are those of this process's devices."""
         if not plans:
             return
@@ -247,4 +260,4 @@ class Training(Pipeline[WindowRunner]):
         for plan, column in zip(plans, rows.T, strict=True):
             fine = column > 0
             fine[list(lost.lost)] = True
-            self._checks.count(plan, bool(fine.all()), fine, 0)
+            self._count(plan, bool(fine.all()), fine, 0)
