@@ -1,13 +1,12 @@
 """What a jaxpr tells about a function that need not be run."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 # Other calls are left out: a derivative given by the user may read what the function does not.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
@@ -30,34 +29,16 @@ PASSES = frozenset((
 """Primitives that take about as long as to read their operands and to write their results."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a value in a jaxpr comes from.
+def arguments_read(closed: core.ClosedJaxpr) -> list[bool]:
+    """Return for every flat argument of a jaxpr whether a result depends on it.
 
-    Attributes:
-        reads: Positions of the arguments it depends on.
-        copy_of: Position of the argument that it is, unchanged; or None.
+    An argument may be named that does not matter, but none is missed: a function with a derivative
+    given by the user reads all of its arguments. What is only printed, or passed to another side
+    effect, is in no result.
     """
-
-    reads: frozenset[int] = frozenset()
-    copy_of: int | None = None
-
-    def __or__(self, other: "Origin") -> "Origin":
-        """Return the origin of a value made from two."""
-        return Origin(self.reads | other.reads)
-
-
-def origins(closed: core.ClosedJaxpr) -> list[Origin]:
-    """Return the origin of every result of a jaxpr.
-
-    The results of a primitive that is not known count as dependent on all of its operands: an
-    argument may be named that does not matter, but none is missed.
-
-    Args:
-        closed: The jaxpr; positions are those of its flat arguments.
-    """
-    count = len(closed.jaxpr.invars)
-    return _run(closed.jaxpr, [Origin(frozenset([at]), at) for at in range(count)])
+    jaxpr = _without_effects(closed.jaxpr)
+    _, read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return read
 
 
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
@@ -92,49 +73,22 @@ def repeats_cheaply(fn: Callable[..., Any], *args: Any) -> bool:
     return fast and all(eqn.primitive.name in PASSES for eqn in equations(closed))
 
 
-def _run(jaxpr: core.Jaxpr, given: Sequence[Origin]) -> list[Origin]:
-    known: dict[Any, Origin] = dict(zip(jaxpr.invars, given, strict=True))
-
-    def origin(operand: Any) -> Origin:
-        return Origin() if isinstance(operand, core.Literal) else known.get(operand, Origin())
-
-    for eqn in jaxpr.eqns:
-        made = _of_equation(eqn, [origin(operand) for operand in eqn.invars])
-        known.update(zip(eqn.outvars, made, strict=True))
-    return [origin(operand) for operand in jaxpr.outvars]
-
-
-def _of_equation(eqn: core.JaxprEqn, given: list[Origin]) -> list[Origin]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in CALLS:
-        return _run(_plain(called(eqn)), given)
-    if name == "scan":
-        return _of_scan(eqn, given)
-    if name == "cond":
-        chosen, *operands = given
-        branches = [_run(_plain(branch), operands) for branch in params["branches"]]
-        return [reduce(Origin.__or__, made, chosen) for made in zip(*branches, strict=True)]
-    return [reduce(Origin.__or__, given, Origin())] * len(eqn.outvars)
-
-
-def _of_scan(eqn: core.JaxprEqn, given: list[Origin]) -> list[Origin]:
-    body, (fixed, carried) = _plain(eqn.params["jaxpr"]), _sizes(eqn.params)
-    given = [replace(one, copy_of=None) for one in given]
-    while True:  # until an iteration adds nothing to what the carry depends on
-        made = [replace(one, copy_of=None) for one in _run(body, given)]
-        carry = given[fixed : fixed + carried]
-        new = [old | now for old, now in zip(carry, made, strict=False)]
-        if new == carry:
-            return [*new, *made[carried:]]
-        given = [*given[:fixed], *new, *given[fixed + carried :]]
-
-
-def _sizes(params: Any) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values of a scan."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
-    return len(list(consts)), len(list(carry))
+def _without_effects(part: Any) -> Any:
+    """Return a jaxpr without the side effects of its equations, and of those that they hold."""
+    if type(part) is tuple:  # the branches of a condition
+        return tuple(map(_without_effects, part))
+    if not isinstance(part, core.Jaxpr | core.ClosedJaxpr):
+        return part
+    jaxpr, none = _plain(part), frozenset[Any]()
+    eqns = [
+        eqn.replace(
+            params={name: _without_effects(value) for name, value in eqn.params.items()},
+            effects=none,
+        )
+        for eqn in jaxpr.eqns
+    ]
+    jaxpr = jaxpr.replace(eqns=eqns, effects=none)
+    return jaxpr if isinstance(part, core.Jaxpr) else core.ClosedJaxpr(jaxpr, part.consts)
 
 
 def _plain(jaxpr: Any) -> core.Jaxpr:

@@ -22,8 +22,9 @@ import numpy as np
 from elche_jax import _check as check
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.bits import is_float
+from elche_jax.engine.bundles import Inlined
 from elche_jax.engine.fetch import CallArgs, Pieces
-from elche_jax.engine.jaxprs import origins, smallest_float
+from elche_jax.engine.jaxprs import arguments_read, smallest_float
 from elche_jax.engine.loss import LossForm, batch_size_of, inspect_loss
 from elche_jax.engine.microbatch import Microbatches, Terms
 from elche_jax.engine.precision import Precision
@@ -94,17 +95,18 @@ def check_shapes(call: LossCall, split: int) -> None:
     mask = jax.ShapeDtypeStruct((size // split,), jnp.bool_)
     args = (call.params, call.model_state, batch, mask, call.key)
     traced = trace("loss_fn", call.work.loss_fn, *args)
-    made, key = origins(traced.closed), len(jax.tree.leaves(args)) - 1
+    results = Inlined(traced.closed).results
     loss, new_state, _ = traced.outputs
     first = len(jax.tree.leaves(call.params))
     after = len(jax.tree.leaves(loss))
     for at, (name, _) in enumerate(named(new_state, "model_state")):
-        if made[after + at].copy_of != first + at:
+        if results[after + at] != first + at:
             rule = "return model_state as it got it under microbatch_split"
             got = f"another value of leaf {name}"
             todo = f"Statistics of parts (BatchNorm) are not those of the microbatch. {INSTEAD}"
             raise ValueError(check.message("windows", "loss_fn", rule, got, todo))
-    if any(key in one.reads for one in made):
+    *_, reads_key = arguments_read(traced.closed)
+    if reads_key:
         rule, got = "not use its rng under microbatch_split", "a loss that does"
         todo = f"Parts would draw other numbers (dropout) than the microbatch. {INSTEAD}"
         raise ValueError(check.message("windows", "loss_fn", rule, got, todo))
