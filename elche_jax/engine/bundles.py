@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from elche_jax.engine.jaxprs import CALLS, called
+from elche_jax.engine.jaxprs import CALLS, JOINABLE, called
 
 JOIN_BELOW = 8 * 2**10
 """Arrays smaller than this, in bytes, are bundled: a copy of a larger one takes longer than a
@@ -30,16 +30,6 @@ FEWEST = 4
 WORTH = 3
 """Fewest equations, for each array of a result, that have to be saved: what fills the bundles and
 takes their rows out costs about as much (Adam saves 5, SGD with momentum 2)."""
-
-JOINED = frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
-    "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem",
-    "reshape", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "squeeze",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-))  # fmt: skip
-"""Primitives whose equations are joined; each has one result."""
 
 Number = int
 """Number of a value; arguments come first, in their order."""
@@ -246,7 +236,7 @@ class Plan:
     def _kind(self, equation: Equation) -> Hashable:
         """Return what equations have in common that may be joined."""
         eqn = equation.eqn
-        if eqn.primitive.name not in JOINED or not is_small(eqn.outvars[0].aval):
+        if eqn.primitive.name not in JOINABLE or not is_small(eqn.outvars[0].aval):
             return id(equation)
         params = tuple((name, str(value)) for name, value in eqn.params.items())
         return eqn.primitive, params, *map(self._kind_of, equation.operands)

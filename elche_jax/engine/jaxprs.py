@@ -12,20 +12,24 @@ from jax.interpreters.partial_eval import dce_jaxpr
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 """Primitives that do nothing but run the jaxpr they hold."""
 
-
-PASSES = frozenset((
-    "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil",
-    "clamp", "concatenate", "cond", "convert_element_type", "copy", "copy_p", "cos",
-    "custom_jvp_call", "custom_vjp_call", "div", "dynamic_slice", "dynamic_update_slice", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt",
-    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min",
-    "mul", "ne", "neg", "nextafter", "not", "or", "pad", "pow", "real", "reduce_and",
-    "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod", "reduce_sum",
-    "rem", "reshape", "rev", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "slice", "split", "sqrt",
-    "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "unstack", "xor",
-    *CALLS,
+JOINABLE = frozenset((
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt",
+    "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_max", "reduce_min",
+    "reduce_sum", "rem", "reshape", "round", "rsqrt", "select_n", "sign", "sin", "sqrt",
+    "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
+"""Primitives whose equations may be joined, see `bundles`; each has one result."""
+
+PASSES = JOINABLE | {
+    "bitcast_convert_type", "concatenate", "cond", "custom_jvp_call", "custom_vjp_call",
+    "dynamic_slice", "dynamic_update_slice", "erf_inv", "erfc", "expand_dims", "iota",
+    "nextafter", "pad", "real", "reduce_and", "reduce_or", "reduce_precision", "reduce_prod",
+    "rev", "shift_left", "shift_right_arithmetic", "shift_right_logical", "slice", "split",
+    "transpose", "unstack",
+    *CALLS,
+}  # fmt: skip
 """Primitives that take about as long as to read their operands and to write their results."""
 
 
