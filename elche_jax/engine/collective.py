@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.choice import chosen
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.loop import LoopHook, run_loop
+from elche_jax.engine.loop import LoopHook, emulated_loop
+from elche_jax.engine.microbatch import Carry
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.rule import Ended, Leaves, Rule
 from elche_jax.engine.state import TrainState, averaging_of, with_averaging
@@ -36,7 +37,7 @@ class Carried:
         before: Sums of the windows that are pending, oldest first, see `Rule.sums_of`.
     """
 
-    own: Any
+    own: Carry
     work: Any
     before: tuple[Sums, ...]
 
@@ -163,7 +164,11 @@ class CollectiveProgram:
         self, state: TrainState, carried: Carried, payload: Payload, call_args: CallArgs
     ) -> tuple[Carried, Any]:
         body = self.rule.body(state, payload, call_args)
-        own, token = run_loop(self.hook, state.step, call_args, body, carried.own)
+        own, zero = emulated_loop(self.hook, state.step, call_args, body, carried.own)
+        token = own.weight
+        if zero is not None:
+            # neither the sums nor the token may be ready before the emulated time is over
+            own, token = own.replace(loss=own.loss + zero), token + zero
         return replace(carried, own=own, work=jnp.stack(call_args.totals)), token
 
     def advanced(self, state: TrainState, carried: Carried) -> TrainState:

@@ -63,7 +63,7 @@ class GradientRule(Rule):
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
         grads = [jnp.zeros(each.shape, each.dtype) for each in self._packing(trained).buffers]
-        return Terms(grads, zero, zero, dict.fromkeys(self.work.metrics, zero), state.model_state)
+        return Terms(zero, zero, dict.fromkeys(self.work.metrics, zero), state.model_state, grads)
 
     def body(
         self, state: TrainState, payload: Payload, call_args: CallArgs

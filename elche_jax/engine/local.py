@@ -30,13 +30,12 @@ from elche_jax.engine.choice import chosen, computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.finite import all_finite, none_worse
 from elche_jax.engine.merge import MergeRules, difference, opt_rules
-from elche_jax.engine.microbatch import clip
+from elche_jax.engine.microbatch import Carry, clip
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
-    Replaceable,
     TrainState,
     averaging_of,
     with_averaging,
@@ -49,26 +48,18 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LocalSteps(Replaceable):
+class LocalSteps(Carry):
     """The carry of a device's loop over its steps of a window.
 
     Attributes:
         trained: Its trained parameters.
         opt_state: Its optimizer state.
-        model_state: Its model state.
-        loss: Sum of `weight * loss`, float32.
-        weight: Sum of the weights, float32.
         steps: Number of optimizer steps, float32: microbatches of positive weight.
-        metrics: Sums of `weight * metric`, float32.
     """
 
     trained: PyTree
     opt_state: PyTree
-    model_state: PyTree
-    loss: Any
-    weight: Any
     steps: Any
-    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ class LocalRule(Rule):
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
         metrics = dict.fromkeys(self.work.metrics, zero)
-        return LocalSteps(trained, state.opt_state, state.model_state, zero, zero, zero, metrics)
+        return LocalSteps(zero, zero, metrics, state.model_state, trained, state.opt_state, zero)
 
     def body(
         self, state: TrainState, payload: Payload, call_args: CallArgs
@@ -114,15 +105,8 @@ class LocalRule(Rule):
                 trained, opt_state = chosen(
                     own.weight > 0, (trained, opt_state), (local.trained, local.opt_state)
                 )
-            return LocalSteps(
-                trained,
-                opt_state,
-                own.model_state,
-                local.loss + own.loss * own.weight,
-                local.weight + own.weight,
-                local.steps + (1 if self.work.form != "weighted" else own.weight > 0),
-                {name: local.metrics[name] + own.metrics[name] for name in self.work.metrics},
-            )
+            steps = local.steps + (1 if self.work.form != "weighted" else own.weight > 0)
+            return local.plus(own, trained=trained, opt_state=opt_state, steps=steps)
 
         return body
 

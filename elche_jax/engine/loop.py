@@ -1,7 +1,7 @@
 """The loop over a device's microbatches, with hooks for emulation."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,30 +45,10 @@ class LoopHook(Protocol):
         return None
 
 
-class Carry(Protocol):
-    """The loop carry: a pytree with running sums of losses, weights and metrics."""
-
-    @property
-    def loss(self) -> Any: ...
-
-    @property
-    def weight(self) -> Any: ...
-
-    @property
-    def metrics(self) -> dict[str, Any]: ...
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed."""
-        ...
-
-
-C = TypeVar("C", bound=Carry)
-
-
 def emulated_loop(
     hook: LoopHook | None, step: Any, call_args: CallArgs, body: Body, carry: PyTree
 ) -> tuple[PyTree, Any]:
-    """Run the microbatches of a call with any carry.
+    """Run the microbatches of a call.
 
     Args:
         hook: Emulation, or None.
@@ -92,22 +72,3 @@ def emulated_loop(
         start, call_args.end, lambda i, carry: hook.around(body, device, i, carry), carry
     )
     return carry, hook.end(device, call_args.end - call_args.begin, carry)
-
-
-def run_loop(
-    hook: LoopHook | None,
-    step: Any,
-    call_args: CallArgs,
-    body: Callable[[Any, C], C],
-    carry: C,
-) -> tuple[C, Any]:
-    """Run the microbatches of a call of training; the arguments are those of `emulated_loop`.
-
-    Returns:
-        The final carry, and a token: a small array that is ready when the loop is done.
-    """
-    carry, zero = emulated_loop(hook, step, call_args, body, carry)
-    if zero is None:
-        return carry, carry.weight
-    # neither the sums nor the token may be ready before the emulated time is over
-    return carry.replace(loss=carry.loss + zero), carry.weight + zero

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +19,52 @@ from elche_jax.engine.trainable import Selection
 PyTree = Any
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Terms(Replaceable):
-    """The results of one microbatch, or their sums over several.
+class Carry(Replaceable):
+    """What a device's loop over microbatches carries, with any rule.
 
     Attributes:
-        grads: Gradient of the mean loss, float32 (float64 for float64 parameters), in the
-            structure of the trained parameters; in sums times the weight.
-        loss: Mean loss; in sums times the weight.
-        weight: Weight; if 0, the gradient is zero and the model state unchanged.
-        metrics: Metrics times the weight.
-        model_state: Model state after the microbatch.
+        loss: Sum of `weight * loss`, float32.
+        weight: Sum of the weights, float32.
+        metrics: Sums of `weight * metric`, float32.
+        model_state: Model state after the last microbatch.
     """
 
-    grads: PyTree
     loss: Any
     weight: Any
     metrics: dict[str, Any]
     model_state: PyTree
+
+    def plus(self, own: "Terms", **changes: Any) -> Self:
+        """Return it with the terms of one more microbatch, or part of one.
+
+        Args:
+            own: The terms.
+            **changes: Further fields that change.
+        """
+        return self.replace(
+            loss=self.loss + own.loss * own.weight,
+            weight=self.weight + own.weight,
+            metrics={name: total + own.metrics[name] for name, total in self.metrics.items()},
+            model_state=own.model_state,
+            **changes,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Terms(Carry):
+    """The results of one microbatch, or their sums over several.
+
+    The loss of one microbatch is its mean loss, not yet times the weight. If the weight is 0, the
+    gradient is zero and the model state unchanged.
+
+    Attributes:
+        grads: Gradient of the mean loss, float32 (float64 for float64 parameters), in the
+            structure of the trained parameters; in sums times the weight.
+    """
+
+    grads: PyTree
 
 
 Part = Callable[[Any, PyTree, PyTree], Terms]
@@ -64,7 +91,7 @@ class Gradient:
             return self.read(i)(0, trained, model_state)
         zero = jnp.zeros((), jnp.float32)
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x)), trained)
-        sums = Terms(grads, zero, zero, dict.fromkeys(self.metrics, zero), model_state)
+        sums = Terms(zero, zero, dict.fromkeys(self.metrics, zero), model_state, grads)
         sums = self.add(plus, sums, i, trained)
         weight = jnp.where(sums.weight > 0, sums.weight, 1)
         grads = jax.tree.map(lambda g: g / weight, sums.grads)
@@ -92,13 +119,8 @@ class Gradient:
 
 def plus(sums: Terms, own: Terms) -> Terms:
     """Return sums with the terms of one more microbatch, or part of one."""
-    return Terms(
-        jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads),
-        sums.loss + own.loss * own.weight,
-        sums.weight + own.weight,
-        {name: total + own.metrics[name] for name, total in sums.metrics.items()},
-        own.model_state,
-    )
+    grads = jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads)
+    return sums.plus(own, grads=grads)
 
 
 @dataclass(frozen=True)
@@ -164,7 +186,7 @@ class Microbatches:
                 grads, (loss, (weight, metrics, new_state)) = jax.grad(terms, has_aux=True)(
                     trained, model_state, own, count, rng
                 )
-                made = Terms(grads, loss, weight, metrics, new_state)
+                made = Terms(loss, weight, metrics, new_state, grads)
                 if self.split > 1:
                     made = self._of_part(made)
                 if self.form == "weighted" or self.split > 1:

@@ -23,9 +23,8 @@ import optax
 
 from elche_jax.averaging.rules import Compression
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.loop import Carry
 from elche_jax.engine.merge import MergeRules
-from elche_jax.engine.microbatch import Microbatches
+from elche_jax.engine.microbatch import Carry, Microbatches
 from elche_jax.engine.reduce import Contribution, Mean, Reduction
 from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
 from elche_jax.engine.trainable import Selection
@@ -119,7 +118,7 @@ class Rule(ABC):
         """Keep only what is the same on all devices; the rest becomes None or is left out."""
 
     @abstractmethod
-    def zeros(self, state: TrainState) -> Any:
+    def zeros(self, state: TrainState) -> Carry:
         """Return the initial carry of the loop over a device's microbatches."""
 
     @abstractmethod
