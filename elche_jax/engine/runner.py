@@ -5,10 +5,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax.data.split import Range
 from elche_jax.engine.accumulators import Accumulators
@@ -19,7 +20,7 @@ from elche_jax.engine.lane import Fleet, MappedFunction
 from elche_jax.engine.mapped import PerDevice
 from elche_jax.engine.rule import Rule
 from elche_jax.engine.shapes import one_of, shapes_of
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import TrainState, averaging_of, no_update, with_averaging
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Clock, LoopClock, Stopwatch
 
@@ -62,6 +63,21 @@ class Call:
     payload: Payload
     call_args: CallArgs
     ranges: tuple[Range, ...]
+
+
+class Counted(Protocol):
+    """A window of which is known what it has done.
+
+    Attributes:
+        counts: Microbatches of every device of the job.
+        examples: Valid examples of all of them.
+    """
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+
+    @property
+    def examples(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -238,19 +254,46 @@ class WindowRunner(FleetRunner):
     def release(self) -> None:
         """Free what is kept on the devices between windows; the next window allocates it."""
 
-    def put_back(
-        self, state: TrainState, windows: int, microbatches: int, examples: int
-    ) -> TrainState:
-        """Return a state in which nothing is pending, see `without_pending`.
+    def put_back(self, state: TrainState, lost: Sequence[Counted]) -> TrainState:
+        """Return a state in which nothing is pending, to run the pending windows again.
 
-        Called only where windows are pending in the states of a job of several processes.
+        Parameters and merged model state are those of the last mean. What a device has of its own
+        stays: the state of its optimizer under `optimizer_state="keep"`, rounding errors, and model
+        state that is not merged.
+
+        Args:
+            state: A state between two windows; it is not modified, and shares arrays with the
+                result.
+            lost: The windows whose updates are pending in it.
         """
-        raise NotImplementedError  # a runner whose windows are never pending
+
+        def zero(leaf: Any) -> Any:
+            return self.fleet.put(np.zeros(leaf.shape, leaf.dtype))
+
+        def less(leaf: Any, number: int) -> Any:
+            return self.fleet.put(np.asarray(leaf) - leaf.dtype.type(number))
+
+        def apart(leaf: Any) -> Any:  # no array may be in a state twice
+            return self.fleet.put(leaf) if isinstance(leaf, np.ndarray) else leaf.copy()
+
+        self.release()  # what belongs to the windows that go is freed
+        state = self._rule.agreed(state)
+        kept = averaging_of(state)
+        unchanged = self._rule.merge_rules.unchanged(kept.merged)
+        nothing = tuple(no_update(one, unchanged) for one in kept.pending)
+        base, merged, pending = jax.tree.map(apart, (kept.base, kept.merged, nothing))
+        steps = jax.tree.map(zero, kept.steps)
+        state = with_averaging(state, base=base, merged=merged, steps=steps, pending=pending)
+        return state.replace(
+            microbatches=less(state.microbatches, sum(sum(one.counts) for one in lost)),
+            examples=less(state.examples, sum(one.examples for one in lost)),
+            step=less(state.step, len(lost)),
+        )
 
     def take_back(self, state: TrainState, clock: Clock, windows: int) -> TrainState | None:
         """Return the state before the windows that are lost, as if they had not run.
 
-        All means that are known are applied, and none is pending, see `without_pending`. Called
+        All means that are known are applied, and none is pending, see `put_back`. Called
         only where `runs_ahead`, after a run that raised `ExchangeLost` or between two.
 
         Args:

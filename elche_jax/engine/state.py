@@ -1,9 +1,11 @@
 """The training state, of which every device holds a copy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 PyTree = Any
 
@@ -65,6 +67,18 @@ class PendingUpdate:
     steps: Any
     own: Any
     model_state: list[Any]
+
+
+def no_update(like: PendingUpdate, unchanged: Sequence[Any]) -> PendingUpdate:
+    """Return the update of a window in which a device did nothing, as host arrays.
+
+    Args:
+        like: An update of these shapes.
+        unchanged: Its changes of model state, see `MergeRules.unchanged`.
+    """
+    progress = [np.zeros(leaf.shape, leaf.dtype) for leaf in like.progress]
+    steps, own = np.zeros(like.steps.shape, np.float32), np.ones(like.own.shape, np.bool_)
+    return PendingUpdate(progress, steps, own, list(unchanged))
 
 
 @jax.tree_util.register_dataclass

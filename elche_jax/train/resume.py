@@ -19,8 +19,7 @@ from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, difference
-from elche_jax.engine.put_back import no_update
-from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState, no_update
 from elche_jax.engine.trainable import Selection
 from elche_jax.train import speeds
 from elche_jax.train.divergence import DivergenceReader, divergence_of

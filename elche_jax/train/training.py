@@ -222,7 +222,7 @@ class Training(Pipeline[WindowRunner]):
         """
         clock = self._live_clock
         todo, done, own = deque(plans), list[WindowPlan](), list[np.ndarray]()
-        state = self._put_back(state, plans)
+        state = self.runner.put_back(state, plans)
         while todo:
             plan, calls = self._shared_out(todo[0])
             # what it tells of itself is whether its devices are finite: below
@@ -234,7 +234,7 @@ class Training(Pipeline[WindowRunner]):
             try:
                 state, _, token = self.runner.run(state, calls, launch)
             except ExchangeLost:  # another process ended
-                state = self._put_back(state, done)
+                state = self.runner.put_back(state, done)
                 todo, done, own = deque([*done, *todo]), [], []
                 self.lose(plan.window)
                 continue
@@ -246,11 +246,6 @@ class Training(Pipeline[WindowRunner]):
         self._check_again(done, own)
         self._plans.extend(done)
         return state
-
-    def _put_back(self, state: TrainState, plans: Sequence[WindowPlan]) -> TrainState:
-        """Return a state before windows that are pending in it."""
-        microbatches, examples = sum(sum(p.counts) for p in plans), sum(p.examples for p in plans)
-        return self.runner.put_back(state, len(plans), microbatches, examples)
 
     def _check_again(self, plans: Sequence[WindowPlan], own: Sequence[np.ndarray]) -> None:
         """Check windows that ran again; `own` are those of this process's devices."""

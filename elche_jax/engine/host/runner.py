@@ -35,12 +35,17 @@ from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray, entries_of
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.put_back import no_update, without_pending
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.shapes import one_of
-from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState, with_averaging
+from elche_jax.engine.state import (
+    AveragingState,
+    PendingUpdate,
+    TrainState,
+    no_update,
+    with_averaging,
+)
 from elche_jax.engine.timing import Clock
 
 PyTree = Any
@@ -206,11 +211,7 @@ class HostRunner(WindowRunner):
             return None
         for rank in session.absent:  # it lacks the means before
             self._restore(session, rank)
-        microbatches, examples = sum(sum(one.counts) for one in lost), sum(o.examples for o in lost)
-        state = without_pending(
-            self._rule, self.fleet, self._whole(session, state), len(lost), microbatches,
-            examples,
-        )  # fmt: skip
+        state = self.put_back(self._whole(session, state), lost)
         new = self._begin(state)
         new.metrics, new.state = session.metrics, weakref.ref(state)
         for rank, flags in enumerate(zip(session.finite, *(o.finite for o in lost), strict=True)):

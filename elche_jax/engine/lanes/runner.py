@@ -20,7 +20,6 @@ from elche_jax.engine.lanes.compiled import Programs
 from elche_jax.engine.lanes.drivers import Drivers, LanesClock
 from elche_jax.engine.lanes.program import LanesProgram
 from elche_jax.engine.lanes.window import LanesWindow, Result, Work
-from elche_jax.engine.put_back import without_pending
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.shapes import one_of, shapes_of
@@ -89,13 +88,6 @@ class LanesRunner(WindowRunner):
         """See `WindowRunner.release`."""
         self.sums.release()
         self._idle.clear()
-
-    def put_back(
-        self, state: TrainState, windows: int, microbatches: int, examples: int
-    ) -> TrainState:
-        """See `WindowRunner.put_back`."""
-        self.release()  # the sums of pending windows go with their updates
-        return without_pending(self._rule, self.fleet, state, windows, microbatches, examples)
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
