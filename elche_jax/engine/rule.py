@@ -14,7 +14,7 @@ one of them; `adopt` puts it into a device's own state.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -33,6 +33,7 @@ from elche_jax.engine.wire import Leaves
 PyTree = Any
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ended:
     """A finished window whose mean is computed or applied, on one device.
@@ -42,14 +43,14 @@ class Ended:
             pending.
         after: The device's current state.
         done: The device's update in the window.
-        part: Index of the part of the parameters that is exchanged.
+        part: Index of the part of the parameters that is exchanged; known where it is traced.
         later: The device's updates in later windows, oldest first.
     """
 
     before: TrainState
     after: TrainState
     done: PendingUpdate
-    part: int
+    part: int = field(metadata={"static": True})
     later: Sequence[PendingUpdate] = ()
 
 

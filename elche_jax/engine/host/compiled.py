@@ -15,6 +15,7 @@ from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.mapped import Mapped, PerDevice
+from elche_jax.engine.rule import Ended
 from elche_jax.engine.runner import Program
 from elche_jax.engine.shapes import one_of, stacked
 from elche_jax.engine.state import TrainState, with_averaging
@@ -55,10 +56,8 @@ class Programs:
 
         self._accumulate = on_each(program.accumulate, donate=(1,))
         # no donation: devices that run ahead apply means to the state that the user still has
-        self._deliver, self._apply = (
-            [on_each(partial(fn, part)) for part in self.parts]
-            for fn in (program.deliver, program.apply)
-        )
+        self._deliver = [on_each(partial(program.deliver, part)) for part in self.parts]
+        self._apply = on_each(program.apply)
         one = one_of(state)
         self.local, thin = jax.eval_shape(program.zeros, one), self.thin(one)
         reduction = program.rule.reduction(one)
@@ -99,9 +98,10 @@ class Programs:
 
     def applying(self, part: int, later: int) -> list[Program]:
         """Return the programs that apply a mean when there are so many later windows."""
-        thin, pending = self._thin, self.pending
-        args = (thin, thin, self._means[part], pending, [pending] * later, _FLAG)
-        return self._each(self._apply[part], ("host apply", part, later), *args)
+        pending = self.pending
+        ended = Ended(self._thin, self._thin, pending, part, [pending] * later)
+        args = (ended, self._means[part], _FLAG)
+        return self._each(self._apply, ("host apply", part, later), *args)
 
     def _each(self, fns: list[Mapped], key: tuple[Any, ...], *args: PyTree) -> list[Program]:
         """Return the programs of all devices."""

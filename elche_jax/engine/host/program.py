@@ -61,30 +61,17 @@ class HostProgram(CollectiveProgram):
         after = self.advanced(with_averaging(after, error=error), carried)
         return (after, done, Delivery(contribution, finite)), None
 
-    def apply(
-        self,
-        part: int,
-        before: TrainState,
-        after: TrainState,
-        mean: Mean,
-        done: PendingUpdate,
-        later: list[PendingUpdate],
-        finite: Any,
-    ) -> tuple[tuple[TrainState, Any], None]:
+    def apply(self, ended: Ended, mean: Mean, finite: Any) -> tuple[tuple[TrainState, Any], None]:
         """Apply the mean of a window.
 
         Args:
-            part: Index of the part of the parameters that was exchanged.
-            before: The state at the start of that window, if it is the last one.
-            after: The device's state, with trained parameters only.
+            ended: The window; its states have trained parameters only.
             mean: The mean.
-            done: The device's update in that window.
-            later: Its updates in later windows, oldest first.
             finite: The last result of `apply` since the last delivery.
 
         Returns:
             Its state, and whether it stayed finite since the last delivery. An update that is
             not finite is not applied.
         """
-        state, well = self.rule.thin.apply(Ended(before, after, done, part, later), mean)
+        state, well = self.rule.thin.apply(ended, mean)
         return (state, finite & well), None

@@ -37,6 +37,7 @@ from elche_jax.engine.laned import StackedArray, entries_of
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
+from elche_jax.engine.rule import Ended
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.shapes import one_of
 from elche_jax.engine.state import (
@@ -355,12 +356,13 @@ class HostRunner(WindowRunner):
 
     def _apply_one(self, session: Session, rank: int, mean: Mean, done: Begun) -> None:
         state, finite = session.parts[rank], session.finite[rank]
-        later = [window for window in session.begun if window.pending[rank] is not None]
-        pending = [window.pending[rank] for window in later]
-        own = done.pending[rank] or self._nothing(session, rank)
-        apply = self._compiled.get(self._compiled.applying(done.part, len(later)))[rank]
         before = state if self.limits.ahead else done.before[rank]
-        (state, finite), _ = apply(before, state, mean, own, pending, finite)
+        own = done.pending[rank] or self._nothing(session, rank)
+        pending = [window.pending[rank] for window in session.begun]
+        later = [update for update in pending if update is not None]
+        apply = self._compiled.get(self._compiled.applying(done.part, len(later)))[rank]
+        ended = Ended(before, state, own, done.part, later)
+        (state, finite), _ = apply(ended, mean, finite)
         session.parts[rank], session.finite[rank] = state, finite
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
