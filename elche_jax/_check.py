@@ -10,13 +10,14 @@ numbers.
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, fields
 from os import PathLike, fsdecode
 from os.path import expanduser, isdir
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
+from weakref import WeakKeyDictionary
 
 
 def describe(value: object) -> str:
@@ -338,8 +339,9 @@ class CheckedFields:
     """Mixin for frozen dataclasses: checks the fields that state their bounds.
 
     A field with bounds in its ``metadata`` must be an integer if it is annotated as one, and
-    otherwise a finite number. The bounds are ``low``, ``high`` and, for numbers, ``above``.
-    ``None`` is allowed if it is the default, or part of the annotation.
+    otherwise a finite number; or a sequence of these, which is stored as a tuple. The bounds are
+    ``low``, ``high`` (not for sequences) and, for numbers, ``above``. ``None`` is allowed if it is
+    the default, or part of the annotation.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -357,17 +359,41 @@ class CheckedFields:
     """
 
     def __post_init__(self) -> None:
-        for field in fields(cast(Any, self)):
-            stated = _stated(type(self), field.name)
-            if stated is None:
-                continue
-            # types, not their names: bounds are not stated in files that postpone annotations,
-            # where integers would become floats
-            kinds = (stated.type, *get_args(stated.type))
-            optional = field.default is None or type(None) in kinds
-            if not (optional and getattr(self, field.name) is None):
-                rule = integer if int in kinds else real
-                keep_checked(self, field.name, rule, **stated.metadata)
+        for name, rule, optional, bounds in _checks(type(self)):
+            if not (optional and getattr(self, name) is None):
+                keep_checked(self, name, rule, **bounds)
+
+
+_Check = tuple[str, Callable[..., Any], bool, Mapping[str, Any]]
+"""The name of a field, the function that checks it, whether it may be None, and its bounds."""
+
+# weakly: a class that a user has made in a function is let go of
+_CHECKS: WeakKeyDictionary[type, list[_Check]] = WeakKeyDictionary()
+
+
+def _checks(kind: type) -> list[_Check]:
+    """Return the checks of the fields of a dataclass that state their bounds, made once."""
+    if (known := _CHECKS.get(kind)) is not None:
+        return known
+    checks: list[_Check] = []
+    for field in fields(kind):
+        stated = _stated(kind, field.name)
+        if stated is not None:
+            optional = field.default is None or type(None) in get_args(stated.type)
+            checks.append((field.name, rule_of(stated), optional, stated.metadata))
+    _CHECKS[kind] = checks
+    return checks
+
+
+def rule_of(field: Field[Any]) -> Callable[..., Any]:
+    """Return the function of this module that checks a field of numbers, by its annotation."""
+    # types, not their names: bounds are not stated in files that postpone annotations, where
+    # integers would become floats
+    kinds = (field.type, *get_args(field.type))
+    sequences = [kind for kind in kinds if get_origin(kind) in (tuple, Sequence)]
+    if sequences:
+        return integers if int in get_args(sequences[0]) else reals
+    return integer if int in kinds else real
 
 
 def _stated(kind: type, name: str) -> Field[Any] | None:

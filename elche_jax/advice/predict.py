@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elche_jax import _check as check
@@ -24,7 +24,7 @@ SETTLE = 100
 
 
 @dataclass(frozen=True)
-class Speeds:
+class Speeds(check.CheckedFields):
     """Measured speeds of devices, alone and together.
 
     Attributes:
@@ -47,22 +47,19 @@ class Speeds:
         (0.5, 0.75)
     """
 
-    solo_ms: tuple[float, ...]
-    together_ms: tuple[float, ...]
-    sync_ms: float
-    step_ms: tuple[float, ...] | None = None
+    solo_ms: tuple[float, ...] = field(metadata={"above": 0})
+    together_ms: tuple[float, ...] = field(metadata={"above": 0})
+    sync_ms: float = field(metadata={"low": 0})
+    step_ms: tuple[float, ...] | None = field(default=None, metadata={"low": 0})
 
     def __post_init__(self) -> None:
-        bounds = {"solo_ms": {"above": 0}, "together_ms": {"above": 0}, "step_ms": {"low": 0}}
-        for name, bound in bounds.items():
-            if name == "step_ms" and self.step_ms is None:
-                continue
-            check.keep_checked(self, name, check.reals, **bound)
-            if not self.solo_ms:
-                rule = "have one entry per device"
-                raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
-            check.per_device("Speeds", name, len(getattr(self, name)), len(self.solo_ms))
-        check.keep_checked(self, "sync_ms", check.real, low=0)
+        super().__post_init__()
+        if not self.solo_ms:
+            rule = "have one entry per device"
+            raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
+        check.per_device("Speeds", "together_ms", len(self.together_ms), len(self.solo_ms))
+        if self.step_ms is not None:
+            check.per_device("Speeds", "step_ms", len(self.step_ms), len(self.solo_ms))
 
     def step_of(self, rank: int) -> float:
         """Return the cost of an optimizer step on a device alone, in milliseconds."""

@@ -22,7 +22,7 @@ MAX_TOTAL: Final = 2**53
 
 
 @dataclass(frozen=True)
-class WindowReport:
+class WindowReport(check.CheckedFields):
     """Measurements of one window.
 
     Sequences and arrays are converted to tuples of plain Python numbers.
@@ -47,19 +47,15 @@ class WindowReport:
         WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0, loss=None, share=1.0)
     """
 
-    wall_ms: Sequence[float]
-    counts: Sequence[int]
-    sync_ms: float
-    loss: float | None = None
-    share: float = 1.0
+    wall_ms: Sequence[float] = field(metadata={"low": 0})
+    counts: Sequence[int] = field(metadata={"low": 0})
+    sync_ms: float = field(metadata={"low": 0})
+    # any finite number
+    loss: float | None = field(default=None, metadata={"low": None})
+    share: float = field(default=1.0, metadata={"above": 0, "high": 1})
 
     def __post_init__(self) -> None:
-        check.keep_checked(self, "wall_ms", check.reals, low=0)
-        check.keep_checked(self, "counts", check.integers, low=0)
-        check.keep_checked(self, "sync_ms", check.real, low=0)
-        if self.loss is not None:
-            check.keep_checked(self, "loss", check.real)
-        check.keep_checked(self, "share", check.real, above=0, high=1)
+        super().__post_init__()
         if not self.wall_ms:
             rule = "have one entry per device"
             raise ValueError(check.message("WindowReport", "wall_ms", rule, "none"))

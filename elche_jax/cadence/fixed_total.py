@@ -1,13 +1,11 @@
 """FixedTotal: a constant global batch size, in the best integer split."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax import _check as check
 from elche_jax.cadence.apportion import split
 from elche_jax.cadence.base import ConstantTotal, Verdict, WindowReport
 from elche_jax.cadence.estimate import (
@@ -48,18 +46,8 @@ class FixedTotalState(State):
 
     counts: tuple[int, ...]
     ms_per_batch: Times
-    idle: tuple[int, ...] = field(default=(), kw_only=True)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "FixedTotalState":
-        """Return the state that ``to_dict`` was called on, see `State.from_dict`."""
-        # states that were saved before devices were tried again go on without
-        state = super().from_dict({"idle": (), **values})
-        where = "FixedTotalState.from_dict"
-        idle = check.integers(where, "idle", state.idle, low=0)
-        if idle:
-            check.per_device(where, "idle", len(idle), len(state.counts))
-        return replace(state, idle=tuple(idle))
+    # states that were saved before devices were tried again go on without, see `State`
+    idle: tuple[int, ...] = field(default=(), kw_only=True, metadata={"low": 0})
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,11 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
-from elche_jax import _check as check
 from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, update_ms
 from elche_jax.cadence.state import State
@@ -40,15 +38,8 @@ class ElCheState(State):
     counts: tuple[int, ...]
     ms_per_batch: Times
     calibrated: bool
-    ceiling: int = field(default=0, kw_only=True)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the state that ``to_dict`` was called on, see `State.from_dict`."""
-        # states of `ElChe` that were saved before it had a ceiling go on without
-        state = super().from_dict({"ceiling": 0, **values})
-        check.integer(f"{cls.__name__}.from_dict", "ceiling", state.ceiling, low=0)
-        return state
+    # states of `ElChe` that were saved before it had a ceiling go on without, see `State`
+    ceiling: int = field(default=0, kw_only=True, metadata={"low": 0})
 
     @property
     def total(self) -> int:

@@ -6,9 +6,8 @@ several consecutive windows, of more than the device's times vary anyway, is not
 then better to forget the estimates (a cadence's ``recalibrate``) and measure again.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,18 +28,8 @@ class ShiftState(State):
     """
 
     runs: tuple[int, ...]
-    deviations: tuple[float, ...] = ()
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ShiftState":
-        """Return the state that ``to_dict`` was called on, see `State.from_dict`."""
-        # states that were saved before deviations were kept go on without
-        state = super().from_dict({"deviations": (), **values})
-        where, usual = "ShiftState.from_dict", state.deviations
-        usual = check.reals(where, "deviations", usual, low=0)
-        if usual:
-            check.per_device(where, "deviations", len(usual), len(state.runs))
-        return replace(state, deviations=tuple(usual))
+    # states that were saved before deviations were kept go on without, see `State`
+    deviations: tuple[float, ...] = field(default=(), metadata={"low": 0})
 
 
 MOST_NOISE = 0.5

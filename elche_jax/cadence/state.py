@@ -1,7 +1,7 @@
 """State: what a cadence knows between two windows, as plain numbers that can be stored."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self, cast
 
 import numpy as np
@@ -35,6 +35,9 @@ class State:
 
     For every state ``s`` of a class ``S``,
     ``S.from_dict(json.loads(json.dumps(s.to_dict()))) == s`` holds exactly.
+
+    A field with a default and a bound ``low`` in its ``metadata`` was added later. `from_dict`
+    checks it, and states that were saved before go on with its default.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,8 +70,10 @@ class State:
             The equal state.
 
         Raises:
+            TypeError: If a field with bounds is of the wrong type.
             ValueError: If the keys are not those of this class, as in the state of another
-                cadence.
+                cadence, or if a field with bounds is out of range or for another number of
+                devices.
 
         Examples:
             >>> from elche_jax.cadence import EveryBatch
@@ -76,9 +81,24 @@ class State:
             >>> type(state).from_dict({"counts": [1, 1]}) == state
             True
         """
-        names = sorted(field.name for field in fields(cls))
-        if sorted(values) != names:
-            where, rule = f"{cls.__name__}.from_dict", f"have the keys {names}"
+        where = f"{cls.__name__}.from_dict"
+        added = [
+            field
+            for field in fields(cls)
+            if "low" in field.metadata and field.default is not MISSING
+        ]
+        values = {field.name: field.default for field in added} | dict(values)
+        names = [field.name for field in fields(cls)]
+        if sorted(values) != sorted(names):
+            rule = f"have the keys {sorted(names)}"
             todo = "Resume with the cadence that wrote the state."
             raise ValueError(check.message(where, "values", rule, sorted(values), todo))
-        return cls(**{name: _to_tuples(value) for name, value in values.items()})
+        found = {name: _to_tuples(values[name]) for name in names}
+        for field in added:
+            value = check.rule_of(field)(where, field.name, found[field.name], **field.metadata)
+            if isinstance(value, tuple) and value:
+                # the first sequence of a state has one entry per device
+                size = next(len(own) for own in found.values() if isinstance(own, tuple))
+                check.per_device(where, field.name, len(value), size)
+            found[field.name] = value
+        return cls(**found)

@@ -1,7 +1,9 @@
 """The records: reports, verdicts, and the way of a state into JSON and back."""
 
+import gc
 import json
-from dataclasses import FrozenInstanceError, dataclass
+import weakref
+from dataclasses import FrozenInstanceError, dataclass, field
 
 import numpy as np
 import pytest
@@ -26,6 +28,20 @@ def test_another_default_of_a_field_keeps_its_bounds():
     assert Mine(np.int64(3)).anchor == 3 and type(Mine(np.int64(3)).anchor) is int
     with pytest.raises(ValueError, match=r"^Mine: anchor must be at least 1, got 0"):
         Mine(anchor=0)
+
+
+def test_a_class_whose_fields_were_checked_is_let_go_of():
+    def made():
+        @dataclass(frozen=True)
+        class Mine(ElChe):
+            """Each run of a notebook's cell makes another one."""
+
+        Mine()
+        return weakref.ref(Mine)
+
+    kept = made()
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("make", [tuple, list, np.array])
@@ -131,6 +147,25 @@ def test_state_of_another_cadence_is_rejected():
         r"got \['anchor', 'counts'\]\. Resume with the cadence that wrote the state\.$",
     ):
         EveryBatchState.from_dict({"anchor": 1, "counts": [1]})
+
+
+@dataclass(frozen=True)
+class Bounded(State):
+    counts: tuple[int, ...]
+    total: int = field(metadata={"low": 0})
+    ms: tuple[float, ...] = field(default=(), metadata={"low": 0})
+
+
+def test_fields_with_a_default_and_a_bound_may_be_missing_from_a_state():
+    assert Bounded.from_dict({"counts": [1, 2], "total": 3}) == Bounded((1, 2), 3)
+    with pytest.raises(ValueError, match=r"must have the keys \['counts', 'ms', 'total'\], got "):
+        Bounded.from_dict({"counts": [1, 2]})
+    with pytest.raises(
+        ValueError, match=r"^Bounded\.from_dict: ms\[1\] must be at least 0, got -1"
+    ):
+        Bounded.from_dict({"counts": [1, 2], "total": 3, "ms": [1.0, -1.0]})
+    with pytest.raises(ValueError, match=r"ms must have one entry per device \(2\), got 1\.$"):
+        Bounded.from_dict({"counts": [1, 2], "total": 3, "ms": [1.0]})
 
 
 @pytest.mark.parametrize(
