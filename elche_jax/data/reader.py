@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax.data.convert import as_arrays, sorted_keys
-from elche_jax.data.order import Reading, epoch_order
-from elche_jax.data.source import ArraySource, IterableSource, MapSource, Stopped, stack
+from elche_jax.data.order import Cursor, Reading, epoch_order
+from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, Stopped, stack
 
 PyTree = Any
 # not None, which an iterator may yield by mistake: no end, but an error
@@ -44,22 +44,13 @@ class IndexedReader:
         partial: The microbatch with fewer valid examples, if any.
     """
 
-    def __init__(
-        self,
-        source: ArraySource | MapSource,
-        batch_size: int,
-        order: NDArray[np.int64],
-        drop_last: bool,
-    ):
-        whole, rest = divmod(source.size, batch_size)
-        self._source, self._batch_size, self._order = source, batch_size, order
-        self.microbatches = whole + (1 if rest and not drop_last else 0)
-        self.partial = None if drop_last or not rest else Partial(whole, rest)
-
-    def skip(self, count: int) -> None:
-        """Check that the epoch has at least `count` microbatches; none needs to be read."""
-        if count > self.microbatches:
-            raise ValueError(_outside(count, self.microbatches))
+    def __init__(self, source: ArraySource | MapSource, reading: Reading, epoch: int):
+        size, seed = source.size, reading.seed
+        whole, rest = divmod(size, reading.batch_size)
+        self._source, self._batch_size = source, reading.batch_size
+        self._order = np.arange(size) if seed is None else epoch_order(size, seed, epoch)
+        self.partial = None if reading.drop_last or not rest else Partial(whole, rest)
+        self.microbatches = whole + (0 if self.partial is None else 1)
 
     def available(self, start: int, want: int) -> int:
         """Return how many of the `want` microbatches from `start` on exist."""
@@ -87,14 +78,10 @@ class IterableReader:
     """One epoch of an iterable; holds the microbatches of the window being read."""
 
     def __init__(
-        self,
-        source: IterableSource,
-        batch_size: int,
-        drop_last: bool,
-        stop: threading.Event | None = None,
+        self, source: IterableSource, reading: Reading, stop: threading.Event | None = None
     ):
         self._items: Iterator[PyTree] = source.epoch()
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self._batch_size, self._drop_last = reading.batch_size, reading.drop_last
         self._stop = stop or threading.Event()
         self._held: list[PyTree] = []
         self._first = 0
@@ -105,12 +92,6 @@ class IterableReader:
     def partial(self) -> Partial | None:
         """The microbatch with fewer valid examples, once it has been read."""
         return None if self._drop_last else self._short
-
-    def skip(self, count: int) -> None:
-        """Skip the first microbatches of the epoch, holding one at a time."""
-        for number in range(count):
-            if not self.available(number, 1):
-                raise ValueError(_outside(count, number))
 
     def available(self, start: int, want: int) -> int:
         """Read `want` microbatches from `start` on; return how many of them exist.
@@ -191,39 +172,33 @@ def microbatch_size(item: PyTree, number: int) -> int:
 
 
 def open_epoch(
-    source: ArraySource | MapSource | IterableSource,
-    reading: Reading,
-    epoch: int,
-    start: int,
-    stop: threading.Event | None = None,
+    source: Source, reading: Reading, at: Cursor, stop: threading.Event | None = None
 ) -> Reader:
-    """Return a reader of one epoch of a source, from microbatch `start` on.
+    """Return a reader of the epoch that a cursor is in, from its microbatch on.
 
     Args:
         source: The data.
         reading: How they are read.
-        epoch: Number of the epoch.
-        start: First microbatch that will be read.
+        at: The first microbatch that will be read.
         stop: Nothing more is read once it is set.
 
     Raises:
-        ValueError: If the epoch has fewer than `start` microbatches.
+        ValueError: If the cursor is beyond the end of the epoch.
         Stopped: `stop` is set; the reader raises it, too.
     """
     if isinstance(source, IterableSource):
-        reader = IterableReader(source, reading.batch_size, reading.drop_last, stop)
+        reader = IterableReader(source, reading, stop)
+        there = 0
+        while there < at.microbatch and reader.available(there, 1):  # holds one at a time
+            there += 1
     else:
         if isinstance(source, MapSource):  # as this loop may end before all is read
             source = MapSource(source.dataset, stop)
-        size, seed = source.size, reading.seed
-        order = np.arange(size) if seed is None else epoch_order(size, seed, epoch)
-        reader = IndexedReader(source, reading.batch_size, order, reading.drop_last)
-    reader.skip(start)
+        reader = IndexedReader(source, reading, at.epoch)
+        there = reader.available(0, at.microbatch)
+    if there < at.microbatch:
+        raise ValueError(
+            f"data: cursor.microbatch must lie within the epoch ({there} microbatches), "
+            f"got {at.microbatch}. Resume with the data and batch_size it came from."
+        )
     return reader
-
-
-def _outside(cursor: int, microbatches: int) -> str:
-    return (
-        f"data: cursor.microbatch must lie within the epoch ({microbatches} "
-        f"microbatches), got {cursor}. Resume with the data and batch_size it came from."
-    )

@@ -83,7 +83,7 @@ class Feed:
         """
         plan = self._plan
         with _progress.phase("data", cursor.window):
-            return open_epoch(plan.source, plan.reading, cursor.epoch, cursor.microbatch, stop)
+            return open_epoch(plan.source, plan.reading, cursor, stop)
 
     def load(
         self, counts: tuple[int, ...], first: int, reader: Reader

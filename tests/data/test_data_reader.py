@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.data.order import Reading, epoch_order
+from elche_jax.data.order import Cursor, Reading, epoch_order
 from elche_jax.data.reader import (
     IndexedReader,
     IterableReader,
@@ -69,7 +69,7 @@ def test_every_example_exactly_once(kind, size, batch, drop, wants):
     if drop and size < batch:
         size += batch
     reading = Reading(batch, shuffle=True, seed=3, drop_last=drop)
-    reader = open_epoch(source_of(kind, size, batch), reading, epoch=2, start=0)
+    reader = open_epoch(source_of(kind, size, batch), reading, Cursor(epoch=2))
     order = list(range(size)) if kind == "iterable" else epoch_order(size, 3, 2).tolist()
     used = size // batch * batch if drop else size
     assert read_epoch(reader, batch, wants) == order[:used]
@@ -83,18 +83,18 @@ def test_every_example_exactly_once(kind, size, batch, drop, wants):
 def test_resuming_reads_what_is_left(kind, data, size, batch, wants):
     start = data.draw(st.integers(0, -(-size // batch)))
     reading = Reading(batch, drop_last=False)
-    reader = open_epoch(source_of(kind, size, batch), reading, epoch=2, start=start)
+    reader = open_epoch(source_of(kind, size, batch), reading, Cursor(2, start))
     left = list(range(start * batch, size))
     assert read_epoch(reader, batch, wants, start) == left
 
 
 def test_without_shuffling_the_order_is_that_of_the_source():
-    reader = open_epoch(source_of("arrays", 7, 2), Reading(2), epoch=1, start=0)
+    reader = open_epoch(source_of("arrays", 7, 2), Reading(2), Cursor(epoch=1))
     np.testing.assert_array_equal(reader.index(0, 3), [[0, 1], [2, 3], [4, 5]])
 
 
 def test_index_of_no_microbatch_has_the_width_of_one():
-    reader = IndexedReader(source_of("arrays", 6, 2), 2, np.arange(6), drop_last=True)
+    reader = IndexedReader(source_of("arrays", 6, 2), Reading(2), epoch=0)
     assert reader.index(3, 0).shape == (0, 2)
     assert reader.available(3, 5) == 0
 
@@ -103,7 +103,8 @@ def test_index_of_no_microbatch_has_the_width_of_one():
 @given(size=st.integers(1, 40), batch=st.integers(1, 8))
 def test_index_fills_the_last_microbatch_with_its_first_example(size, batch):
     order = epoch_order(size, 0, 0)
-    reader = IndexedReader(source_of("arrays", size, batch), batch, order, drop_last=False)
+    reading = Reading(batch, shuffle=True, seed=0, drop_last=False)
+    reader = IndexedReader(source_of("arrays", size, batch), reading, epoch=0)
     parts = [order[at : at + batch].tolist() for at in range(0, size, batch)]
     parts[-1] += [parts[-1][0]] * (batch - len(parts[-1]))
     np.testing.assert_array_equal(reader.index(0, reader.microbatches), parts)
@@ -117,7 +118,7 @@ def test_a_cursor_beyond_the_epoch_is_an_error(kind):
         match=r"^data: cursor.microbatch must lie within the epoch \(4 microbatches\), "
         r"got 5\. Resume with the data and batch_size it came from\.$",
     ):
-        open_epoch(source_of(kind, 7, 2), reading, epoch=0, start=5)
+        open_epoch(source_of(kind, 7, 2), reading, Cursor(0, 5))
 
 
 @PROFILE
@@ -128,7 +129,7 @@ def test_a_cursor_beyond_the_epoch_is_an_error(kind):
 )
 def test_an_iterable_reads_like_slices_of_its_list(length, batch, wants):
     items = [{"n": np.arange(batch) + batch * i, "m": np.full(batch, i)} for i in range(length)]
-    reader = IterableReader(IterableSource(iter(items)), batch, drop_last=False)
+    reader = IterableReader(IterableSource(iter(items)), Reading(batch, drop_last=False))
     at = 0
     for want in wants:
         there = reader.available(at, want)
@@ -145,26 +146,27 @@ def test_an_iterable_reads_like_slices_of_its_list(length, batch, wants):
 
 
 def test_microbatches_of_an_iterable_are_read_as_they_come():
-    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(3)]), 3, drop_last=False)
+    reader = IterableReader(IterableSource([np.zeros(3)] * 2), Reading(3, drop_last=False))
     assert reader.available(0, 9) == 2
     assert reader.block(0, 2).shape == (2, 3)
 
 
 def test_a_short_microbatch_is_filled_or_left_out():
     items = [np.arange(3.0), np.arange(3.0, 5.0)]
-    reader = IterableReader(IterableSource(items), 3, drop_last=False)
+    reader = IterableReader(IterableSource(items), Reading(3, drop_last=False))
     assert reader.available(0, 9) == 2
     assert reader.partial == Partial(microbatch=1, valid=2)
     np.testing.assert_array_equal(reader.block(0, 2), [[0, 1, 2], [3, 4, 3]])
 
-    reader = IterableReader(IterableSource(items), 3, drop_last=True)
+    reader = IterableReader(IterableSource(items), Reading(3))
     assert reader.available(0, 9) == 1
     assert reader.partial is None
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_short_microbatch_in_the_middle_is_an_error(drop_last):
-    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(2), np.zeros(3)]), 3, drop_last)
+    items = [np.zeros(3), np.zeros(2), np.zeros(3)]
+    reader = IterableReader(IterableSource(items), Reading(3, drop_last=drop_last))
     with pytest.raises(
         ValueError,
         match=r"^data: only the last microbatch of an iterator may be smaller, but "
@@ -174,7 +176,7 @@ def test_a_short_microbatch_in_the_middle_is_an_error(drop_last):
 
 
 def test_a_larger_microbatch_is_an_error():
-    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(4)]), 3, drop_last=True)
+    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(4)]), Reading(3))
     with pytest.raises(
         ValueError,
         match=r"^data: every microbatch must have 3 examples, microbatch 1 has 4\.$",
@@ -183,7 +185,7 @@ def test_a_larger_microbatch_is_an_error():
 
 
 def test_none_is_a_bad_microbatch_and_not_the_end():
-    reader = IterableReader(IterableSource([np.zeros(3), None]), 3, drop_last=True)
+    reader = IterableReader(IterableSource([np.zeros(3), None]), Reading(3))
     with pytest.raises(ValueError, match=r"microbatch 1 has shapes \{\}\.$"):
         reader.available(0, 2)
 
@@ -200,8 +202,7 @@ def test_skipping_holds_one_microbatch_at_a_time():
             yield item
             del item
 
-    reader = IterableReader(IterableSource(items()), 4, drop_last=True)
-    reader.skip(18)
+    reader = open_epoch(IterableSource(items()), Reading(4), Cursor(0, 18))
     assert max(held) <= 1
     assert reader.available(18, 9) == 2
     np.testing.assert_array_equal(reader.block(18, 2)[:, 0], [18, 19])
@@ -252,7 +253,7 @@ def test_an_error_in_the_source_keeps_its_traceback():
         yield np.zeros(2)
         raise OSError("disk gone")
 
-    reader = IterableReader(IterableSource(failing_source()), 2, drop_last=True)
+    reader = IterableReader(IterableSource(failing_source()), Reading(2))
     assert reader.available(0, 1) == 1
     with pytest.raises(OSError, match="disk gone") as caught:
         reader.available(1, 1)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from marks import slow
 
+from elche_jax.data.order import Reading, epoch_order
 from elche_jax.data.reader import IndexedReader, Partial
 from elche_jax.data.source import ArraySource, IterableSource, MapSource
 from elche_jax.data.split import Range, split_window
@@ -21,7 +22,7 @@ ARRAYS = {
     "x": np.random.default_rng(0).normal(size=(SIZE, 3)),  # float64: arrives as float32
     "n": np.arange(SIZE, dtype=np.int32),
 }
-ORDER = np.random.default_rng(1).permutation(SIZE)
+ORDER = epoch_order(SIZE, 1, 0)
 SPEC = {
     "x": jax.ShapeDtypeStruct((BATCH, 3), np.float32),
     "n": jax.ShapeDtypeStruct((BATCH,), np.int32),
@@ -29,7 +30,7 @@ SPEC = {
 
 
 def a_reader():
-    return IndexedReader(ArraySource(ARRAYS), BATCH, ORDER, drop_last=True)
+    return IndexedReader(ArraySource(ARRAYS), Reading(BATCH, shuffle=True, seed=1), epoch=0)
 
 
 def a_placer(devices):
@@ -179,7 +180,7 @@ class Odd:
 )
 def test_a_microbatch_unlike_the_first_is_an_error(odd, message):
     devices = jax.devices()[:1]
-    reader = IndexedReader(MapSource(Odd(odd)), 1, np.arange(12), drop_last=True)
+    reader = IndexedReader(MapSource(Odd(odd)), Reading(1), epoch=0)
     spec = {
         "x": jax.ShapeDtypeStruct((1, 3), np.float32),
         "n": jax.ShapeDtypeStruct((1,), np.int32),

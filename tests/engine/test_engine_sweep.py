@@ -9,7 +9,7 @@ import pytest
 from marks import slow
 
 import elche_jax as elche
-from elche_jax.data.order import Reading
+from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import open_epoch
 from elche_jax.data.source import ArraySource
 from elche_jax.data.split import piece_lengths, split_window
@@ -42,7 +42,7 @@ class Setup:
         self.devices = jax.devices()[:world_size]
         self.x = np.arange(1.0, examples + 1, dtype="float32")
         self.source = ArraySource({"x": self.x})
-        self.reader = open_epoch(self.source, Reading(BATCH, drop_last=False), epoch=0, start=0)
+        self.reader = open_epoch(self.source, Reading(BATCH, drop_last=False), Cursor())
         self.placer = Placer(lanes_of(self.devices))
         self.data = replicate(self.source.tree, self.devices) if resident else None
         self.variables = replicate(variables or Variables({"w": np.float32(2)}, None), self.devices)
