@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
-from elche_jax.advice.predict import SIGNIFICANT, Plan, Speeds, best_plan, plan
+from elche_jax.advice.predict import SIGNIFICANT, Forecast, Plan
 from elche_jax.cadence import ElChe, EveryBatch, FixedTotal
 from elche_jax.observe.report import counted
 
@@ -209,23 +208,16 @@ class Advice:
 
 
 def make_advice(
-    names: Sequence[str],
-    speeds: Speeds,
-    batch_size: int,
-    cadence: ElChe,
-    total: int | None = None,
-    epoch: int | None = None,
+    names: Sequence[str], forecast: Forecast, cadence: ElChe, total: int | None = None
 ) -> Advice:
     """Compute the advice from measured speeds.
 
     Args:
         names: Names of the devices.
-        speeds: The measured speeds.
-        batch_size: Examples per microbatch.
+        forecast: The measured speeds, and how the data are read.
         cadence: The `ElChe` to compute with.
         total: Microbatches per window of the `FixedTotal` to compute with; None for as many
             as a window of `ElChe` has.
-        epoch: Microbatches of an epoch, at least 1; None if unknown.
 
     Returns:
         The advice.
@@ -233,19 +225,21 @@ def make_advice(
     Examples:
         >>> from elche_jax.advice import Speeds
         >>> from elche_jax.advice.advice import make_advice
+        >>> from elche_jax.advice.predict import Forecast
         >>> from elche_jax.cadence import ElChe
         >>> speeds = Speeds((5.0, 5.0, 20.0), (5.0, 5.0, 20.0), sync_ms=1.0)
-        >>> advice = make_advice(["a", "b", "c"], speeds, 8, ElChe(anchor=4))
+        >>> forecast = Forecast(speeds, batch_size=8)
+        >>> advice = make_advice(["a", "b", "c"], forecast, ElChe(anchor=4))
         >>> advice.elche.counts, [device.verdict for device in advice.devices]
         ((16, 16, 4), ['adds 80 %', 'adds 80 %', 'adds 17 %'])
     """
-    planned = partial(plan, speeds=speeds, batch_size=batch_size, epoch=epoch)
+    speeds, planned = forecast.speeds, forecast.plan
     elche = planned("ElChe", cadence)
     total = sum(elche.counts) if total is None else total
     fixed_total = planned(f"FixedTotal({total})", FixedTotal(total))
     if len(names) == 1:  # `plan` has replaced `ElChe` as in `one_device`
         elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
-    best = best_plan("the best devices", cadence, speeds, batch_size, elche, epoch)
+    best = forecast.best_plan("the best devices", cadence, elche)
     # a gain within the noise is no reason to leave a device out
     if best.examples_per_s < (1 + SIGNIFICANT) * elche.examples_per_s:
         best = elche
@@ -259,7 +253,7 @@ def make_advice(
 
     rates = [1 / ms for ms in speeds.together_ms]
     return Advice(
-        batch_size=batch_size,
+        batch_size=forecast.batch_size,
         devices=tuple(
             DeviceAdvice(
                 name=name,
@@ -276,9 +270,9 @@ def make_advice(
         fixed_total=fixed_total,
         elche=elche,
         best=best,
-        limit_examples_per_s=1e3 * batch_size * sum(rates),
+        limit_examples_per_s=1e3 * forecast.batch_size * sum(rates),
         additive=sum(rates) / sum(1 / ms for ms in speeds.solo_ms),
-        epoch=epoch,
+        epoch=forecast.epoch,
     )
 
 

@@ -14,7 +14,7 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax.advice.advice import OUTER, Advice, make_advice
-from elche_jax.advice.predict import Speeds, plan
+from elche_jax.advice.predict import Forecast, Speeds
 from elche_jax.averaging.rules import AveragingRule, DiLoCo
 from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
 from elche_jax.cadence.window_time import MAX_COUNT
@@ -209,12 +209,14 @@ def advise(
     speeds = Speeds(solo_ms, *(together or (solo_ms, 0.0)), step_ms)
     size, source = batch_size or examples[0], as_source(data)
     epoch = None if isinstance(source, IterableSource) else source.size // size
-    advice = make_advice(names_of(chosen), speeds, size, cadence, total, epoch)
+    forecast = Forecast(speeds, size, epoch)
+    advice = make_advice(names_of(chosen), forecast, cadence, total)
     if Job(chosen).one_process or advice.sync_share <= overhead_target:
         return advice
     rule = DiLoCo(outer=optax.sgd(**OUTER), compression="int8")
     rare = Speeds(solo_ms, *team_ms(run(chosen, window, emulate, seconds, rule)))
-    return replace(advice, local_steps=plan("DiLoCo, int8", cadence, rare, size, epoch=epoch))
+    local_steps = replace(forecast, speeds=rare).plan("DiLoCo, int8", cadence)
+    return replace(advice, local_steps=local_steps)
 
 
 @dataclass(frozen=True)

@@ -112,74 +112,111 @@ class Plan:
     limit_share: float
 
 
-def plan(
-    name: str,
-    cadence: Cadence[Any],
-    speeds: Speeds,
-    batch_size: int,
-    ranks: Sequence[int] | None = None,
-    epoch: int | None = None,
-) -> Plan:
-    """Predict the windows of some devices under a cadence.
+@dataclass(frozen=True)
+class Forecast:
+    """Predicts the windows of a run from the speeds of its devices.
 
-    The cadence's controller observes windows of these speeds until its counts have settled.
-    Then
-
-        window_ms = max over d of counts[d] * ms[d] + sync_ms
-        examples_per_s = 1000 * batch_size * sum(counts) / window_ms
-        limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
-
-    with `ms` from `Speeds.of`, and the `sync_ms` of all devices even if fewer work. If the
-    size of an epoch is known, it consists of full windows and a smaller one for the rest;
-    the two rates are then those of an epoch.
-
-    For a single device `sync_ms` is its own `step_ms`, and `ElChe`, which has nothing to
-    balance, is replaced by the cadence from `one_device`.
-
-    Args:
-        name: Name of the plan.
-        cadence: The cadence.
+    Attributes:
         speeds: The measured speeds.
         batch_size: Examples per microbatch.
-        ranks: The devices that work; None for all.
         epoch: Microbatches of an epoch, at least 1; None if unknown.
-
-    Returns:
-        The plan.
-
-    Examples:
-        >>> from elche_jax.advice.predict import Speeds, plan
-        >>> from elche_jax.cadence import ElChe
-        >>> plan("ElChe", ElChe(anchor=4), Speeds((5.0, 20.0), (5.0, 20.0), 2.0), 8).counts
-        (16, 4)
     """
-    ranks = tuple(range(len(speeds.solo_ms)) if ranks is None else ranks)
-    ms, sync_ms = speeds.of(ranks), speeds.sync_ms
-    if len(ranks) == 1:
-        sync_ms = speeds.step_of(ranks[0])
-        if isinstance(cadence, ElChe):
-            cadence = one_device(cadence, ms[0], sync_ms)
-    # by simulation rather than by a formula, so that dead zones and rounding are those of a run
-    counts = settled(cadence, ms, sync_ms)
-    if epoch is not None:
-        # no window crosses the end of an epoch
-        counts = clamp_counts(counts, epoch)
-    window_ms = _busy_ms(counts, ms) + sync_ms
-    done, taken = sum(counts), window_ms
-    if epoch is not None:
-        windows, rest = divmod(epoch, done)
-        done, taken = epoch, windows * window_ms
-        if rest:
-            taken += _busy_ms(clamp_counts(counts, rest), ms) + sync_ms
-    return Plan(
-        name=name,
-        ranks=ranks,
-        counts=counts,
-        anchor=min(counts),
-        window_ms=window_ms,
-        examples_per_s=1e3 * batch_size * done / taken,
-        limit_share=done / (taken * sum(1 / each for each in ms)),
-    )
+
+    speeds: Speeds
+    batch_size: int
+    epoch: int | None = None
+
+    def plan(self, name: str, cadence: Cadence[Any], ranks: Sequence[int] | None = None) -> Plan:
+        """Predict the windows of some devices under a cadence.
+
+        The cadence's controller observes windows of these speeds until its counts have settled.
+        Then
+
+            window_ms = max over d of counts[d] * ms[d] + sync_ms
+            examples_per_s = 1000 * batch_size * sum(counts) / window_ms
+            limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
+
+        with `ms` from `Speeds.of`, and the `sync_ms` of all devices even if fewer work. If the
+        size of an epoch is known, it consists of full windows and a smaller one for the rest;
+        the two rates are then those of an epoch.
+
+        For a single device `sync_ms` is its own `step_ms`, and `ElChe`, which has nothing to
+        balance, is replaced by the cadence from `one_device`.
+
+        Args:
+            name: Name of the plan.
+            cadence: The cadence.
+            ranks: The devices that work; None for all.
+
+        Returns:
+            The plan.
+
+        Examples:
+            >>> from elche_jax.advice.predict import Forecast, Speeds
+            >>> from elche_jax.cadence import ElChe
+            >>> forecast = Forecast(Speeds((5.0, 20.0), (5.0, 20.0), 2.0), batch_size=8)
+            >>> forecast.plan("ElChe", ElChe(anchor=4)).counts
+            (16, 4)
+        """
+        speeds, epoch = self.speeds, self.epoch
+        ranks = tuple(range(len(speeds.solo_ms)) if ranks is None else ranks)
+        ms, sync_ms = speeds.of(ranks), speeds.sync_ms
+        if len(ranks) == 1:
+            sync_ms = speeds.step_of(ranks[0])
+            if isinstance(cadence, ElChe):
+                cadence = one_device(cadence, ms[0], sync_ms)
+        # by simulation rather than by a formula, so that dead zones and rounding are those of a run
+        counts = settled(cadence, ms, sync_ms)
+        if epoch is not None:
+            # no window crosses the end of an epoch
+            counts = clamp_counts(counts, epoch)
+        window_ms = _busy_ms(counts, ms) + sync_ms
+        done, taken = sum(counts), window_ms
+        if epoch is not None:
+            windows, rest = divmod(epoch, done)
+            done, taken = epoch, windows * window_ms
+            if rest:
+                taken += _busy_ms(clamp_counts(counts, rest), ms) + sync_ms
+        return Plan(
+            name=name,
+            ranks=ranks,
+            counts=counts,
+            anchor=min(counts),
+            window_ms=window_ms,
+            examples_per_s=1e3 * self.batch_size * done / taken,
+            limit_share=done / (taken * sum(1 / each for each in ms)),
+        )
+
+    def best_plan(self, name: str, cadence: Cadence[Any], all_devices: Plan) -> Plan:
+        """Return the plan with the most examples per second over promising sets of devices.
+
+        These sets are all devices, all but one, and the `k` fastest for every `k`.
+
+        Args:
+            name: Name of the plan.
+            cadence: The cadence.
+            all_devices: The plan with all devices.
+
+        Examples:
+            An exchange that costs more than the slow device adds:
+
+            >>> from elche_jax.advice.predict import Forecast, Speeds
+            >>> from elche_jax.cadence import ElChe
+            >>> forecast = Forecast(Speeds((5.0, 80.0), (5.0, 80.0), 100.0), batch_size=8)
+            >>> both = forecast.plan("ElChe", ElChe())
+            >>> forecast.best_plan("ElChe", ElChe(), both).ranks
+            (0,)
+        """
+        solo_ms = self.speeds.solo_ms
+        world = range(len(solo_ms))
+        fastest = sorted(world, key=lambda rank: solo_ms[rank])
+        fewer = {tuple(sorted(fastest[:size])) for size in world if size}
+        if len(world) > 1:
+            fewer |= {tuple(other for other in world if other != rank) for rank in world}
+        # sorted, as a set has no order of its own; of equal plans `max` returns the first one, so
+        # that no device is left out for nothing
+        plans = [self.plan(name, cadence, ranks) for ranks in sorted(fewer)]
+        return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)
 
 
 def _busy_ms(counts: Sequence[int], ms: Sequence[float]) -> float:
@@ -229,44 +266,3 @@ def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple
         record = plan.measured(busy, last + sync_ms, sync_ms, last - min(busy), steady=True)
         state = controller.observe(state, record)
     return controller.plan(state, SETTLE)
-
-
-def best_plan(
-    name: str,
-    cadence: Cadence[Any],
-    speeds: Speeds,
-    batch_size: int,
-    all_devices: Plan,
-    epoch: int | None = None,
-) -> Plan:
-    """Return the plan with the most examples per second over promising sets of devices.
-
-    These sets are all devices, all but one, and the `k` fastest for every `k`.
-
-    Args:
-        name: Name of the plan.
-        cadence: The cadence.
-        speeds: The measured speeds.
-        batch_size: Examples per microbatch.
-        all_devices: The plan with all devices.
-        epoch: Microbatches of an epoch; None if unknown.
-
-    Examples:
-        An exchange that costs more than the slow device adds:
-
-        >>> from elche_jax.advice.predict import Speeds, best_plan, plan
-        >>> from elche_jax.cadence import ElChe
-        >>> speeds = Speeds((5.0, 80.0), (5.0, 80.0), 100.0)
-        >>> both = plan("ElChe", ElChe(), speeds, 8)
-        >>> best_plan("ElChe", ElChe(), speeds, 8, both).ranks
-        (0,)
-    """
-    world = range(len(speeds.solo_ms))
-    fastest = sorted(world, key=lambda rank: speeds.solo_ms[rank])
-    fewer = {tuple(sorted(fastest[:size])) for size in world if size}
-    if len(world) > 1:
-        fewer |= {tuple(other for other in world if other != rank) for rank in world}
-    # sorted, as a set has no order of its own; of equal plans `max` returns the first one, so that
-    # no device is left out for nothing
-    plans = [plan(name, cadence, speeds, batch_size, ranks, epoch) for ranks in sorted(fewer)]
-    return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)

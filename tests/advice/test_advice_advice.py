@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import elche_jax as elche
 from elche_jax.advice import Speeds
 from elche_jax.advice.advice import make_advice
-from elche_jax.advice.predict import plan
+from elche_jax.advice.predict import Forecast
 from elche_jax.cadence import ElChe
 
 MS = st.floats(0.5, 40)
@@ -18,10 +18,10 @@ few_windows = mock.patch("elche_jax.advice.predict.SETTLE", 20)
 """For what holds however many windows a cadence is given to settle."""
 
 
-def advice_of(solo, together=None, sync_ms=1.0, step_ms=None, **options):
+def advice_of(solo, together=None, sync_ms=1.0, step_ms=None, total=None, epoch=None):
     speeds = Speeds(tuple(solo), tuple(solo if together is None else together), sync_ms, step_ms)
     names = [f"d{rank}" for rank in range(len(solo))]
-    return make_advice(names, speeds, 8, ElChe(anchor=4), **options)
+    return make_advice(names, Forecast(speeds, 8, epoch), ElChe(anchor=4), total)
 
 
 def test_four_unequal_devices():
@@ -64,7 +64,7 @@ def test_a_device_that_costs_more_than_it_gives():
 def test_a_slow_link(sync_ms, said):
     advice = advice_of((1.0, 2.0), sync_ms=500.0)
     speeds = Speeds((1.0, 2.0), (1.0, 2.0), sync_ms)
-    local = plan("DiLoCo, int8", ElChe(anchor=4), speeds, 8)
+    local = Forecast(speeds, 8).plan("DiLoCo, int8", ElChe(anchor=4))
     text = str(replace(advice, local_steps=local))
     assert "The link is slow: exchanges take 56% of the windows of ElChe." in text
     assert "DiLoCo, int8 " in text

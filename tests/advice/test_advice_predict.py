@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from elche_jax.advice import Speeds
-from elche_jax.advice.predict import best_plan, one_device, plan, settled
+from elche_jax.advice.predict import Forecast, one_device, settled
 from elche_jax.cadence import (
     Cadence,
     ElChe,
@@ -47,7 +47,7 @@ def alike(ms, sync_ms):
 @few_windows
 def test_plans_are_what_windows_come_to(ms, sync_ms, batch_size):
     for cadence in (ElChe(anchor=4), FixedTotal(16), EveryBatch()):
-        made = plan("it", cadence, alike(ms, sync_ms), batch_size)
+        made = Forecast(alike(ms, sync_ms), batch_size).plan("it", cadence)
         rate = played(ms, made.counts, sync_ms, batch_size)
         assert made.examples_per_s == pytest.approx(rate)
         limit = sum(1e3 * batch_size / each for each in ms)
@@ -65,7 +65,7 @@ def test_plans_are_what_windows_come_to(ms, sync_ms, batch_size):
 def test_a_fixed_total_has_the_best_split_of_all(ms, total):
     splits = [(a, b, total - a - b) for a in range(total + 1) for b in range(total - a + 1)]
     best = min(max(c * each for c, each in zip(s, ms, strict=True)) for s in splits)
-    made = plan("fixed", FixedTotal(total), alike(ms, 0.0), 1)
+    made = Forecast(alike(ms, 0.0), 1).plan("fixed", FixedTotal(total))
     assert sum(made.counts) == total
     # the cadence keeps a split that another one betters by no more than 2 %
     assert best <= made.window_ms <= best / 0.98 * (1 + 1e-9)
@@ -100,7 +100,7 @@ def test_the_cadence_is_told_of_its_own_counts():
 
 
 def test_plain_pmap_waits_for_the_slowest_at_every_microbatch():
-    made = plan("plain pmap", EveryBatch(), alike((5, 5, 10, 20), 1.0), 8)
+    made = Forecast(alike((5, 5, 10, 20), 1.0), 8).plan("plain pmap", EveryBatch())
     assert made.counts == (1, 1, 1, 1)
     assert made.examples_per_s == pytest.approx(4 * 8 / 0.021)
 
@@ -114,20 +114,22 @@ def test_speeds_between_alone_and_together_are_on_a_line():
 
 
 def test_one_device_has_nothing_to_exchange():
-    made = plan("alone", ElChe(), Speeds((4.0, 9.0), (5.0, 9.0), 100.0), 10, ranks=[0])
+    forecast = Forecast(Speeds((4.0, 9.0), (5.0, 9.0), 100.0), 10)
+    made = forecast.plan("alone", ElChe(), ranks=[0])
     assert (made.counts, made.window_ms, made.examples_per_s) == ((1,), 4.0, 2500.0)
     assert made.limit_share == 1.0
 
 
 def test_one_device_pays_for_its_optimizer_steps():
     speeds = Speeds((4.0, 9.0), (5.0, 9.0), 100.0, step_ms=(6.0, 0.0))
-    plain = plan("plain", EveryBatch(), speeds, 10, ranks=[0])
+    forecast = Forecast(speeds, 10)
+    plain = forecast.plan("plain", EveryBatch(), ranks=[0])
     assert (plain.counts, plain.window_ms, plain.examples_per_s) == ((1,), 10.0, 1000.0)
     assert plain.limit_share == pytest.approx(0.4)
-    total = plan("total", FixedTotal(16), speeds, 10, ranks=[0])
+    total = forecast.plan("total", FixedTotal(16), ranks=[0])
     assert (total.counts, total.window_ms) == ((16,), 70.0)
     # in windows of ElChe's: 15 microbatches of 4 ms, so that the step costs a tenth
-    fewer = plan("fewer", ElChe(), speeds, 10, ranks=[0])
+    fewer = forecast.plan("fewer", ElChe(), ranks=[0])
     assert (fewer.counts, fewer.window_ms) == ((15,), 66.0)
     assert fewer.examples_per_s == pytest.approx(1e3 * 10 * 15 / 66)
 
@@ -157,7 +159,7 @@ def test_an_epoch_is_whole_windows_and_the_rest(ms, sync_ms, epoch, anchor):
     for cadence in (ElChe(anchor=anchor), FixedTotal(1000), EveryBatch()):
         if len(ms) == 1 and isinstance(cadence, ElChe):
             continue
-        made = plan("it", cadence, speeds, 8, epoch=epoch)
+        made = Forecast(speeds, 8, epoch).plan("it", cadence)
         assert 0 < sum(made.counts) <= epoch
         left, taken, wanted = epoch, 0.0, settled(cadence, ms, sync_ms)
         counts = first = clamp_counts(wanted, left)
@@ -187,16 +189,17 @@ def test_the_best_of_three_devices_is_the_best_of_all_sets(solo, slower, sync_ms
             ms = [solo[r] + (together[r] - solo[r]) * (size - 1) / 2 for r in ranks]
             counts = settled(cadence, ms, sync_ms) if size > 1 else (1,)
             rates[ranks] = played(ms, counts, sync_ms if size > 1 else 0.0, 8)
-    best = best_plan("best", cadence, speeds, 8, plan("all", cadence, speeds, 8))
+    forecast = Forecast(speeds, 8)
+    best = forecast.best_plan("best", cadence, forecast.plan("all", cadence))
     assert best.examples_per_s == pytest.approx(max(rates.values()))
     assert best.examples_per_s == pytest.approx(rates[best.ranks])
 
 
 def test_the_best_may_be_all_but_one_that_is_not_the_slowest():
     """Device 1 is fast alone and held up by the others."""
-    speeds = Speeds((4.0, 5.0, 6.0), (6.0, 40.0, 7.0), 1.0)
-    everyone = plan("all", ElChe(), speeds, 8)
-    assert best_plan("best", ElChe(), speeds, 8, everyone).ranks == (0, 2)
+    forecast = Forecast(Speeds((4.0, 5.0, 6.0), (6.0, 40.0, 7.0), 1.0), 8)
+    everyone = forecast.plan("all", ElChe())
+    assert forecast.best_plan("best", ElChe(), everyone).ranks == (0, 2)
 
 
 @pytest.mark.parametrize(
