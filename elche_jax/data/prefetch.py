@@ -16,13 +16,23 @@ PATIENCE_S = 0.5
 EXIT_S = 2.0
 """Seconds that the interpreter waits for it at its end."""
 
-# Simple ones: garbage may be collected, and `close` called, in the middle of a call of another
-# kind, in the thread that holds its lock.
-_Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
-"""Items, and finally the exception that ends the iteration."""
 
-_Room = queue.SimpleQueue[None]
-"""An entry if an item may still be made ready."""
+class _Channel:
+    """What the thread and the loop share.
+
+    Attributes:
+        ready: Items, and finally the exception that ends the iteration.
+        room: An entry if an item may still be made ready.
+        stop: Set when the thread must end.
+    """
+
+    def __init__(self) -> None:
+        # Simple ones: garbage may be collected, and `close` called, in the middle of a call of
+        # another kind, in the thread that holds its lock.
+        self.ready = queue.SimpleQueue[tuple[Any, BaseException | None]]()
+        self.room = queue.SimpleQueue[None]()
+        self.room.put(None)
+        self.stop = threading.Event()
 
 
 class Prefetch(Generic[Item]):
@@ -41,15 +51,11 @@ class Prefetch(Generic[Item]):
     """
 
     def __init__(self, make: Callable[[threading.Event], Iterator[Item]], wake: Callable[[], None]):
-        ready: _Ready = queue.SimpleQueue()
-        room: _Room = queue.SimpleQueue()
-        room.put(None)
-        stop = threading.Event()
+        self._channel = channel = _Channel()
         # a daemon, as a source that is stuck must not keep the process from ending
-        thread = BackgroundThread(_run, (make, ready, room, stop), name="elche-prefetch")
-        self._ready, self._room, self._stop = ready, room, stop
+        thread = BackgroundThread(_run, (make, channel), name="elche-prefetch")
         # neither thread nor finalizer may refer to `self`, or it would never be collected
-        self._finish = weakref.finalize(self, _close, thread, ready, room, stop, wake)
+        self._finish = weakref.finalize(self, _close, thread, channel, wake)
         wait_at_exit(thread, self._finish, EXIT_S)
         thread.start()
 
@@ -57,13 +63,14 @@ class Prefetch(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        if self._stop.is_set():
+        channel = self._channel
+        if channel.stop.is_set():
             raise StopIteration
-        item, end = self._ready.get()
-        self._room.put(None)
+        item, end = channel.ready.get()
+        channel.room.put(None)
         if end is not None:
             self.close()
-            self._ready.put((None, StopIteration()))  # another thread may wait for an item, too
+            channel.ready.put((None, StopIteration()))  # another thread may wait for an item, too
             try:
                 raise end
             finally:
@@ -79,38 +86,27 @@ class Prefetch(Generic[Item]):
         self._finish()
 
 
-def _run(
-    make: Callable[[threading.Event], Iterator[Any]],
-    ready: _Ready,
-    room: _Room,
-    stop: threading.Event,
-) -> None:
+def _run(make: Callable[[threading.Event], Iterator[Any]], channel: _Channel) -> None:
     end: BaseException = StopIteration()
     try:
-        for item in make(stop):
-            room.get()
-            if stop.is_set():
+        for item in make(channel.stop):
+            channel.room.get()
+            if channel.stop.is_set():
                 return
-            ready.put((item, None))
+            channel.ready.put((item, None))
             del item  # hold no arrays while the next one is made
     except BaseException as error:  # raised again in the loop
         end = error
-    if not stop.is_set():
-        ready.put((None, end))
+    if not channel.stop.is_set():
+        channel.ready.put((None, end))
 
 
-def _close(
-    thread: BackgroundThread,
-    ready: _Ready,
-    room: _Room,
-    stop: threading.Event,
-    wake: Callable[[], None],
-) -> None:
-    stop.set()
+def _close(thread: BackgroundThread, channel: _Channel, wake: Callable[[], None]) -> None:
+    channel.stop.set()
     wake()
-    room.put(None)
+    channel.room.put(None)
     # the last reference may be dropped in the thread itself, which cannot wait for itself
     if thread.running and thread is not threading.current_thread():
         # a process that ends during a transfer would crash
         wait_for_end(thread, PATIENCE_S, EXIT_S)
-    ready.put((None, StopIteration()))  # releases a loop that waits for an item
+    channel.ready.put((None, StopIteration()))  # releases a loop that waits for an item
