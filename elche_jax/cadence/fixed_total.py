@@ -109,11 +109,16 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         ms = np.where((idle > 0) & ~np.isnan(measured), measured, ms)
         unknown = np.isnan(ms)
         if unknown.any():
-            counts = self._probe(now, ms, unknown)
+            # with work in the plan, and yet not measured: the end of the data cut the window short
+            planned = (now[unknown] > 0).all() or unknown.all()
+            counts = now if planned else self._with_one(now, unknown, ms)
         else:
             counts = split(self.total, ms)
+            # a time that the estimate does not explain; false where one of them is not known
+            old = as_array(state.ms_per_batch)
+            sudden = (measured > SUDDEN * old) | (old > SUDDEN * measured)
             # of a device that is tried again the old estimate explains nothing
-            kept = self._sudden(state, report) & (idle == 0) & (now > 0) & (counts == 0)
+            kept = sudden & (idle == 0) & (now > 0) & (counts == 0)
             counts = self._with_one(counts, kept, ms)
             # the first split by measured times replaces a guess, however little it gains
             first = None in state.ms_per_batch
@@ -138,12 +143,6 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         later[np.flatnonzero(due)[self.total :]] = True
         return due & ~later, later
 
-    def _sudden(self, state: FixedTotalState, report: WindowReport) -> NDArray[np.bool_]:
-        """Return which devices took a time that their estimates do not explain."""
-        old, new = as_array(state.ms_per_batch), measured_ms(report)
-        # false where one of them is not known
-        return (new > SUDDEN * old) | (old > SUDDEN * new)
-
     def _with_one(
         self, counts: NDArray[np.int64], who: NDArray[np.bool_], ms: FloatArray
     ) -> NDArray[np.int64]:
@@ -155,15 +154,6 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         if not who.all():
             counts[~who] = split(self.total - int(counts.sum()), ms[~who])
         return counts
-
-    def _probe(
-        self, now: NDArray[np.int64], ms: FloatArray, unknown: NDArray[np.bool_]
-    ) -> NDArray[np.int64]:
-        """Return the split to run until every device has been measured."""
-        # with work in the plan, and yet not measured: the end of the data cut the window short
-        if (now[unknown] > 0).all() or unknown.all():
-            return now
-        return self._with_one(now, unknown, ms)
 
     def without(self, state: FixedTotalState, ranks: Collection[int]) -> FixedTotalState:
         """Return the state for the devices that are left, which share out the same total.
