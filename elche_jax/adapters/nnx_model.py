@@ -23,6 +23,8 @@ from elche_jax.train.initial import check_one_copy
 
 PyTree = Any
 Kind = Literal["params", "model_state", "random", "fixed"]
+KINDS: tuple[Kind, ...] = ("random", "fixed", "params", "model_state")
+"""In the order of the filters that choose them: a variable is of the first kind that fits."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class NnxModel(Model):
         param_type = nnx.Param if param_type is None else param_type
         self._module = module
         self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
-        self._is_param = _predicate(where, "param_type", param_type)
+        _predicate(where, "param_type", param_type)  # refuses what is no filter
+        self._filters: tuple[Any, ...] = (nnx.RngState, nnx.Intermediate, param_type, ...)
         # the mode is part of a module's graph, and `train` and `eval` write it into the module
         training, evaluating = nnx.clone(module), nnx.clone(module)
         training.train()
@@ -64,10 +67,18 @@ class NnxModel(Model):
         self._graphs = {True: nnx.graphdef(training), False: nnx.graphdef(evaluating)}
         self._graph = nnx.graphdef(module)
         self._rngs = inspect.signature(type(module).__call__).parameters.get("rngs")
-        shapes = jax.eval_shape(lambda: nnx.state(module))
-        values = {path: _value(variable) for path, variable in _flat(module)}
+        shapes = jax.eval_shape(lambda: nnx.state(module, *self._filters))
+        random, fixed, *_ = nnx.state(module, *self._filters)
+        # copies, as the module's own arrays are the user's, who may donate them
+        own = {
+            path: jax.tree.map(jnp.copy, _value(variable))
+            for path, variable in (*nnx.to_flat_state(random), *nnx.to_flat_state(fixed))
+        }
+        # strings, as JAX cannot sort the keys of a dict in which a list's numbers are beside names
         self._slots = [
-            self._slot(path, variable, values[path]) for path, variable in nnx.to_flat_state(shapes)
+            Slot(path, tuple(map(str, path)), kind, variable, own.get(path))
+            for kind, state in zip(KINDS, shapes, strict=True)
+            for path, variable in nnx.to_flat_state(state)
         ]
         if not self._of_kind("params"):
             rule = "choose at least one variable of the module"
@@ -145,27 +156,10 @@ class NnxModel(Model):
     def _of_kind(self, *kinds: Kind) -> list[Slot]:
         return [slot for slot in self._slots if slot.kind in kinds]
 
-    def _slot(self, path: tuple[Any, ...], variable: Any, value: Any) -> Slot:
-        kind = self._kind(path, variable)
-        # copies, as the module's own arrays are the user's, who may donate them
-        own = jax.tree.map(jnp.copy, value) if kind in ("random", "fixed") else None
-        # strings, as JAX cannot sort the keys of a dict in which a list's numbers are beside names
-        return Slot(path, tuple(map(str, path)), kind, variable, own)
-
-    def _kind(self, path: tuple[Any, ...], variable: Any) -> Kind:
-        if isinstance(variable, nnx.RngState):
-            return "random"
-        if isinstance(variable, nnx.Intermediate):
-            return "fixed"
-        return "params" if self._is_param(path, variable) else "model_state"
-
     def _read(self, kind: Kind, module: Any) -> dict[str, Any] | None:
         """Return the module's current values of one kind, including new variables."""
-        found = {
-            tuple(map(str, path)): _value(variable)
-            for path, variable in _flat(module)
-            if self._kind(path, variable) == kind
-        }
+        state = nnx.state(module, *self._filters)[KINDS.index(kind)]
+        found = {tuple(map(str, path)): _value(leaf) for path, leaf in nnx.to_flat_state(state)}
         return unflatten_dict(found) if found else None
 
     def run(
@@ -241,10 +235,6 @@ def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], b
     except (TypeError, ValueError):  # Flax fails while formatting its own message
         rule = "be an NNX filter"
         raise TypeError(check.message(where, argument, rule, check.describe(chosen))) from None
-
-
-def _flat(module: Any) -> Any:
-    return nnx.to_flat_state(nnx.state(module))
 
 
 def _value(leaf: Any) -> Any:
