@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import unfreeze
 
 from elche_jax import _check as check
-from elche_jax.adapters.call import Inputs
+from elche_jax.adapters.call import Call, Inputs
 from elche_jax.adapters.linen import TRANSIENT, LinenModel
 from elche_jax.adapters.model import Apply, Model, copied
 from elche_jax.adapters.nnx import is_nnx
@@ -236,14 +236,15 @@ def from_head(
     if isinstance(module, nn.Module) and hasattr(obj, "params"):
         _reject(options, "an NNX module", "param_type")
         rngs, mutable = ("dropout",) if rngs is None else rngs, mutable is None or mutable
-        kwargs = (train_kwargs, eval_kwargs)
-        linen = LinenModel("from_head", module, loss, inputs, rngs, mutable, *kwargs)
+        call = Call("from_head", module, inputs, train_kwargs, eval_kwargs)
+        linen = LinenModel(module, loss, call, rngs, mutable)
         return HeadModel(obj, _LinenForm(), linen.run, loss)
     if is_nnx(module) and hasattr(obj, "params"):
         _reject(options, "a Linen module", "rngs", "mutable")
         from elche_jax.adapters.nnx_model import NnxModel
 
-        made = NnxModel("from_head", module, loss, inputs, param_type, train_kwargs, eval_kwargs)
+        call = Call("from_head", module, inputs, train_kwargs, eval_kwargs)
+        made = NnxModel(module, loss, call, param_type)
         return HeadModel(obj, _NnxForm(made), made.run, loss)
     # asked first: a Linen module has both methods, too, and raises when `variables` is read
     is_module = isinstance(obj, nn.Module) or is_nnx(obj)

@@ -44,10 +44,8 @@ _ASKED = {
 class LinenModel(Model):
     """A `Model` of a Linen module; created by `from_linen`."""
 
-    def __init__(
-        self, where: str, module: nn.Module, loss: Any, inputs: Any, rngs: Any, mutable: Any,
-        train_kwargs: Any, eval_kwargs: Any,
-    ):  # fmt: skip
+    def __init__(self, module: nn.Module, loss: Any, call: Call, rngs: Any, mutable: Any):
+        where = call.where
         super().__init__(where, self.run, loss)
         names = (rngs,) if isinstance(rngs, str) else rngs
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -59,8 +57,7 @@ class LinenModel(Model):
         rule = "be True, False, a name of a collection, or several names"
         filters = (bool, str, list, tuple, set, frozenset, DenyList)
         check.instance(where, "mutable", mutable, filters, rule)
-        self._module, self._mutable, self._rngs = module, mutable, tuple(names)
-        self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
+        self._module, self._call, self._mutable, self._rngs = module, call, mutable, tuple(names)
 
     def init(self, rng: Any, batch: Any) -> tuple[PyTree, PyTree]:
         """Initialize the module in evaluation mode.
@@ -201,7 +198,8 @@ def from_linen(
     if not isinstance(module, nn.Module):
         rule, todo = "be a flax.linen module", "A flax.nnx module: from_nnx."
         raise TypeError(check.message("from_linen", "module", rule, described(module), todo))
-    return LinenModel("from_linen", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs)
+    call = Call("from_linen", module, inputs, train_kwargs, eval_kwargs)
+    return LinenModel(module, loss, call, rngs, mutable)
 
 
 def _unboxed(tree: PyTree) -> PyTree:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elche_jax import _check as check
-from elche_jax.adapters.call import Inputs
+from elche_jax.adapters.call import Call, Inputs
 from elche_jax.adapters.model import described
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def from_nnx(
         raise TypeError(check.message("from_nnx", "model", rule, described(model), todo))
     from elche_jax.adapters.nnx_model import NnxModel
 
-    return NnxModel("from_nnx", model, loss, inputs, param_type, train_kwargs, eval_kwargs)
+    call = Call("from_nnx", model, inputs, train_kwargs, eval_kwargs)
+    return NnxModel(model, loss, call, param_type)
 
 
 def is_nnx(module: Any) -> bool:

@@ -50,14 +50,11 @@ class Slot:
 class NnxModel(Model):
     """A `Model` of an NNX module; created by `from_nnx`."""
 
-    def __init__(
-        self, where: str, module: Any, loss: Any, inputs: Any, param_type: Any, train_kwargs: Any,
-        eval_kwargs: Any,
-    ):  # fmt: skip
+    def __init__(self, module: Any, loss: Any, call: Call, param_type: Any):
+        where = call.where
         super().__init__(where, self.run, loss)
         param_type = nnx.Param if param_type is None else param_type
-        self._module = module
-        self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
+        self._module, self._call = module, call
         _predicate(where, "param_type", param_type)  # refuses what is no filter
         self._filters: tuple[Any, ...] = (nnx.RngState, nnx.Intermediate, param_type, ...)
         # the mode is part of a module's graph, and `train` and `eval` write it into the module
