@@ -51,8 +51,8 @@ def message(where: str, argument: str, rule: str, got: object, todo: str = "") -
     return f"{text} {todo}" if todo else text
 
 
-def _plain(value: object) -> object:
-    """Unwrap a zero-dimensional array or NumPy scalar."""
+def unwrapped(value: object) -> object:
+    """Return the element of an array without dimensions; other values as they are."""
     if getattr(value, "ndim", None) == 0:
         with suppress(NotImplementedError):  # a random key is an array of no numbers
             return cast(Any, value).item()
@@ -78,7 +78,7 @@ def integer(
         >>> integer("ElChe", "anchor", 10, low=1)
         10
     """
-    plain = _plain(value)
+    plain = unwrapped(value)
     if isinstance(plain, bool) or not isinstance(plain, int):
         rule = "be an integer"
         raise TypeError(message(where, argument, rule, describe(value), todo))
@@ -100,7 +100,7 @@ def number(where: str, argument: str, value: object, todo: str = "") -> float:
         >>> number("CSVWriter.scalars", "values['loss']", 1)
         1.0
     """
-    plain = _plain(value)
+    plain = unwrapped(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         rule = "be a number"
         raise TypeError(message(where, argument, rule, describe(value), todo))
@@ -136,7 +136,7 @@ def real(
         >>> real("ElChe", "overhead_target", 0.1, low=0.01, high=0.5)
         0.1
     """
-    plain = _plain(value)
+    plain = unwrapped(value)
     try:
         found = number(where, argument, value, todo)
     except OverflowError:

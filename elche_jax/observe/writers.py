@@ -83,15 +83,11 @@ class _FileWriter:
         return step, numbers
 
 
-def _element(value: Any) -> Any:
+def _element(value: object) -> object:
     """Return the element of an array without dimensions, as a number; other values as they are."""
-    if getattr(value, "ndim", None) != 0:
-        return value
-    try:
-        element = value.item()
-    except (AttributeError, NotImplementedError, TypeError):  # a random key, for example
-        return value
-    return float(element) if isinstance(element, bool) else element
+    element = check.unwrapped(value)
+    is_array = element is not value
+    return float(element) if is_array and isinstance(element, bool) else element
 
 
 def _append(file: FileIO, line: bytes) -> None:
