@@ -4,13 +4,10 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elche_jax.cli import arguments
 from elche_jax.cli.errors import CommandError, UsageError
-
-if TYPE_CHECKING:
-    from elche_jax.launch.elastic import Elastic
+from elche_jax.launch.elastic import RESTARTS, Elastic
 
 HELP = "start the processes of a job on this machine, watch them, and end all of them"
 EPILOG = """\
@@ -114,10 +111,8 @@ def run(options: argparse.Namespace) -> int:
     return launch(asked)
 
 
-def _elastic(options: argparse.Namespace) -> "Elastic | None":
+def _elastic(options: argparse.Namespace) -> Elastic | None:
     """Return how many processes generations have, None for one generation."""
-    from elche_jax.launch.elastic import RESTARTS, Elastic
-
     if options.elastic is None:
         for name in ("max_restarts", "number_file"):
             if getattr(options, name) is not None:
