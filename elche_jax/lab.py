@@ -8,7 +8,6 @@ times.
 """
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from jax.experimental import io_callback
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
+from elche_jax._log import logger
 from elche_jax._waiting import Condition
 from elche_jax.engine.loop import Body, LoopHook, Seconds
 
@@ -29,7 +29,6 @@ PyTree = Any
 Schedule = Callable[[int, int, int], float]
 """`schedule(window, rank, microbatch)`: duration of this microbatch in milliseconds."""
 
-logger = logging.getLogger("elche_jax")
 
 QUIET_S = 0.1
 """Seconds without work on any emulated device after which the process may exit; queued work

@@ -40,12 +40,13 @@ BELOW = {
         "_waiting",
     },
     "distributed": {"_check", "_exit", "_log", "_processes", "_progress", "launch"},
-    "observe": {"_check", "_waiting", "cadence"},
+    "observe": {"_check", "_log", "_waiting", "cadence"},
     "config": {"_check", "averaging", "cadence"},
     "data": {"_check", "_settings", "_threads", "cadence"},
     "averaging": {"_check"},
     "engine": {
         "_check",
+        "_log",
         "_processes",
         "_progress",
         "_settings",
@@ -58,6 +59,7 @@ BELOW = {
     },
     "train": {
         "_check",
+        "_log",
         "_processes",
         "_progress",
         "_settings",
@@ -70,9 +72,9 @@ BELOW = {
         "engine",
         "observe",
     },
-    "lab": {"_check", "_exit", "_waiting", "cadence", "data", "engine", "observe"},
+    "lab": {"_check", "_exit", "_log", "_waiting", "cadence", "data", "engine", "observe"},
 }
-BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit", "_log", "_threads"}
+BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit", "_threads"}
 BELOW["trainer"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["adapters"] = {"_check", "engine", "train"}
 BELOW["advice"] = BELOW["train"] | {"train"}

@@ -1,6 +1,5 @@
 """A cache of compiled programs, which can also compile ahead of need in the background."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -8,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elche_jax import _progress
+from elche_jax._log import logger
 from elche_jax._settings import settings, with_settings
 from elche_jax._threads import BackgroundThread, wait_at_exit
 from elche_jax._waiting import Condition, interruptible
-
-logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
 _Key = tuple[tuple[Hashable, ...], Hashable]

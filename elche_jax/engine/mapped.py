@@ -5,7 +5,6 @@ entry on its device. With one device the program is a plain `jit` that strips th
 that is only a reshape, but it may keep XLA from reusing the buffer of a donated argument.
 """
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from elche_jax._log import logger
 from elche_jax._turns import TURNS
 from elche_jax.engine.shapes import shapes_of
 
 PyTree = Any
 PerDevice = Callable[..., tuple[PyTree, PyTree]]
 """A function of per-device values that returns a stacked and a replicated result."""
-
-logger = logging.getLogger("elche_jax")
 
 AXIS = "devices"
 """Name of the mapped axis, for collectives in the user's own code."""

@@ -2,7 +2,6 @@
 
 import atexit
 import errno
-import logging
 import os
 import threading
 import weakref
@@ -11,9 +10,8 @@ from collections.abc import Callable
 from io import FileIO
 from typing import Any
 
+from elche_jax._log import logger
 from elche_jax._waiting import Condition
-
-logger = logging.getLogger("elche_jax")
 
 BACKLOG = 100_000
 """Most lines that may wait for the file; beyond that it is abandoned as too slow."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Self, TextIO, cast
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.observe.events import strings
 
 REFRESH_S = 0.1
@@ -278,7 +279,7 @@ def _logging_to(streams: dict[int, TextIO]) -> Generator[None]:
     A handler keeps the stream it was made with, whatever `sys.stderr` is now. A line written
     straight to the terminal would be overwritten by the next refresh of the bar.
     """
-    handlers = [*logging.getLogger().handlers, *logging.getLogger("elche_jax").handlers]
+    handlers = [*logging.getLogger().handlers, *logger.handlers]
     moved = [
         (handler, handler.stream)
         for handler in handlers

@@ -5,7 +5,6 @@ Any object with the two methods of `Writer` is a writer.
 
 import csv
 import io
-import logging
 import socket
 import struct
 import time
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.observe.atomic import replacing
-
-logger = logging.getLogger("elche_jax")
 
 STEP: Final = "step"
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")

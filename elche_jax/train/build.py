@@ -1,6 +1,5 @@
 """`build_train_step`: the functional interface of the library."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -9,6 +8,7 @@ import optax
 from numpy.typing import DTypeLike
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
@@ -31,8 +31,6 @@ from elche_jax.train.outside import check_debug, check_outside
 from elche_jax.train.parts import cadence_for, check_emulation, checked_optimizer
 from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
-
-logger = logging.getLogger("elche_jax")
 
 
 class StepOptions(TypedDict, total=False):

@@ -1,16 +1,14 @@
 """Divergence of the devices' parameters in a window, read from its metrics."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from elche_jax._log import logger
 from elche_jax.cadence import Divergence, WindowPlan
 from elche_jax.train.options import Options
-
-logger = logging.getLogger("elche_jax")
 
 OWNS = 0.9
 """Share above which one device dominates the average."""

@@ -1,6 +1,5 @@
 """Policy for windows whose gradients are not finite."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,8 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.cadence import WindowPlan
-
-logger = logging.getLogger("elche_jax")
-
 
 MAX_SKIPS = 20
 """Default number of dropped windows in a row that raises: enough for a dynamic loss scale to fall

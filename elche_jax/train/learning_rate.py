@@ -7,7 +7,6 @@ A schedule that counts microbatches or examples does not have this problem.
 
 import functools
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ import numpy as np
 import optax
 
 from elche_jax import _check as check
-
-logger = logging.getLogger("elche_jax")
+from elche_jax._log import logger
 
 Unit = Literal["microbatches", "examples"]
 Rule = Literal["none", "linear", "sqrt"]

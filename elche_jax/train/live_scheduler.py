@@ -4,7 +4,6 @@ This is the only place where the cadence's state changes. The prefetch thread as
 watcher threads report windows, and the user reads.
 """
 
-import logging
 import threading
 from array import array
 from collections import deque
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.averaging.rules import MOST
 from elche_jax.cadence import (
     STABLE,
@@ -42,8 +42,6 @@ from elche_jax.observe.report import imbalance
 from elche_jax.train import speeds
 from elche_jax.train.recording import EpochRecorder, windows_to
 from elche_jax.train.worth import LaneWorth
-
-logger = logging.getLogger("elche_jax")
 
 RECORDS_KEPT = 1024
 """Windows kept in the records, and thus covered by a report."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.data.source import ArraySource
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.devices import GIB, free_bytes
@@ -21,7 +22,6 @@ from elche_jax.train.spec import DataPlan
 from elche_jax.train.split_check import LossCall, check_shapes, check_values
 
 PyTree = Any
-logger = logging.getLogger("elche_jax")
 
 Parts = int | Literal["auto"]
 """A number of parts, or as many as the memory of the devices needs."""

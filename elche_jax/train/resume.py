@@ -1,6 +1,5 @@
 """Saving and restoring a run: its plain numbers, and states for other devices or options."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.state import State
 from elche_jax.engine.axis import DeviceAxis
@@ -31,8 +31,6 @@ PyTree = Any
 
 ALWAYS = {"cadence", "cadence_name", "counts", "divergence", "in_a_row", "left_out", "skipped"}
 """What every version has saved of a run."""
-
-logger = logging.getLogger("elche_jax")
 
 
 def run_to_dict(

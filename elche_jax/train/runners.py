@@ -1,6 +1,5 @@
 """The runners of a training step: one for each kind of state, loss and data."""
 
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from elche_jax._log import logger
 from elche_jax.engine.bits import wide_dtype
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
@@ -32,7 +32,6 @@ from elche_jax.train.spec import DataPlan
 from elche_jax.train.split_check import LossCall
 
 PyTree = Any
-logger = logging.getLogger("elche_jax")
 
 KEEPERS = (Runner, LanesRunner)
 """Runners that keep sums on the devices between windows."""

@@ -10,7 +10,6 @@ is of losses and metrics alone. Gradients are sums over all examples and round t
 of a bias in bfloat16 was 74 % off): no tolerance would tell it from an error.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.bits import is_float
 from elche_jax.engine.bundles import Inlined
@@ -34,7 +34,6 @@ from elche_jax.engine.traced import trace
 from elche_jax.train.spec import DataPlan
 
 PyTree = Any
-logger = logging.getLogger("elche_jax")
 
 TOLERANCE = 3e-3
 """Largest relative difference that counts as rounding in float32."""

@@ -1,14 +1,12 @@
 """Says which lanes may rest, and tells of lanes that cost more than they give."""
 
-import logging
 from collections import deque
 from statistics import median
 from typing import Any
 
+from elche_jax._log import logger
 from elche_jax.cadence import Cadence, Rest, RestState, WindowRecord
 from elche_jax.engine.lane import Fleet, Lanes, kinds_of
-
-logger = logging.getLogger("elche_jax")
 
 WINDOWS = 20
 """Steady windows on which the line is based."""
