@@ -27,6 +27,9 @@ from elche_jax.engine.timing import Clock, LoopClock, Stopwatch
 PyTree = Any
 _NUMBERS = count()
 
+TOGETHER = 8
+"""Programs that are compiled at the same time."""
+
 
 class Program(NamedTuple):
     """A program that may have to be compiled.
@@ -48,6 +51,18 @@ class Program(NamedTuple):
     def traced(self) -> Callable[[], PerDevice]:
         """Trace it, and return what compiles it; threads compile in parallel, but trace in turn."""
         return partial(self.mapped.finish, self.mapped.lower(*self.shapes()))
+
+
+def compiled(programs: Sequence[Program], cache: CompileCache) -> list[PerDevice]:
+    """Return programs; those that are missing are traced in turn, and compiled at the same time."""
+    made: list[PerDevice] = []
+    for at in range(0, len(programs), TOGETHER):
+        some = programs[at : at + TOGETHER]
+        for one in some:
+            if not cache.ready(one.key):
+                cache.begin(one.key, one.traced())
+        made += [cache.get(one.key, one.build) for one in some]
+    return made
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.mapped import Mapped, PerDevice
 from elche_jax.engine.rule import Ended
-from elche_jax.engine.runner import Program
+from elche_jax.engine.runner import Program, compiled
 from elche_jax.engine.shapes import one_of, stacked
 from elche_jax.engine.state import TrainState, with_averaging
 
@@ -111,13 +111,19 @@ class Programs:
             for rank, fn in enumerate(fns)
         ]
 
-    def get(self, programs: list[Program]) -> list[PerDevice]:
-        """Compile programs, two at a time."""
-        first, *others = programs
-        made = self._cache.get(first.key, first.build)
-        for one in others:
-            self._cache.prepare(one.key, one.build)
-        return [made, *(self._cache.get(one.key, one.build) for one in others)]
+    def get(self, programs: Sequence[Program]) -> list[PerDevice]:
+        """Return programs, compiled."""
+        return compiled(programs, self._cache)
+
+    def compile(self, programs: Sequence[Sequence[Program]]) -> None:
+        """Compile programs, each given for all devices, at the same time.
+
+        Those of the first device come first: JAX's persistent cache, if there is one, then has
+        them for GPUs of its kind.
+        """
+        first, *others = zip(*programs, strict=True)
+        self.get(first)
+        self.get([one for own in others for one in own])
 
     def laters(self) -> Sequence[int]:
         """Return how many later windows there may be when a mean is applied."""

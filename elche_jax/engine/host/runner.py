@@ -106,13 +106,13 @@ class HostRunner(WindowRunner):
 
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
-        for call in calls:
-            self._compiled.get(self._programs(call.payload))
+        programs = [self._programs(call.payload) for call in calls]
         for part in self._compiled.parts:
-            self._compiled.get(self._compiled.delivering(part))
+            programs.append(self._compiled.delivering(part))
             # devices that run ahead may meet any of these numbers in the middle of a run
             for later in self._compiled.laters():
-                self._compiled.get(self._compiled.applying(part, later))
+                programs.append(self._compiled.applying(part, later))
+        self._compiled.compile(programs)
         self._locals = self._local_steps()
         self.begun = True
 

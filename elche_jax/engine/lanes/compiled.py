@@ -18,15 +18,12 @@ from elche_jax.engine.lanes.program import LanesProgram, Sent
 from elche_jax.engine.mapped import Mapped, MappedAcross, PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
-from elche_jax.engine.runner import Program
+from elche_jax.engine.runner import Program, compiled
 from elche_jax.engine.shapes import shapes_of, stacked
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.wire import Encoded
 
 PyTree = Any
-
-TOGETHER = 6
-"""Programs that are compiled at the same time."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +131,7 @@ class Programs:
         for part in self.parts:
             contribute, agree, adopt = self._ending(part, lead)
             programs = [*programs, *contribute, agree, *adopt]
-        programs = [one for one in programs if not self._cache.ready(one.key)]
-        for some in (programs[at : at + TOGETHER] for at in range(0, len(programs), TOGETHER)):
-            for one in some:
-                self._cache.begin(one.key, one.traced())
-            for one in some:
-                self.get(one)
+        compiled(programs, self._cache)
 
     def prepare(self, lead: int) -> None:
         """Compile in the background what another lane needs to lead."""
