@@ -163,11 +163,9 @@ def _numbers(count: int, unknown: Any) -> list[Any]:
         return []
     key = jnp.stack([unknown, unknown])  # what is sorted are pairs of equal numbers
     powers = [BASE**n for n in range(len(np.base_repr(count - 1, BASE)))]
-    values = [np.full(2, power * digit, np.int32) for power in powers for digit in range(BASE)]
-    _, *values = jax.lax.sort((key, *map(jnp.asarray, values)), num_keys=1)
-    digits = [value[0] for value in values]
-    rows = [digits[n * BASE : (n + 1) * BASE] for n in range(len(powers))]
-    return [
-        sum(row[number // power % BASE] for row, power in zip(rows, powers, strict=True))
-        for number in range(count)
-    ]
+    places = [[(power, number // power % BASE) for power in powers] for number in range(count)]
+    digits = dict.fromkeys(digit for own in places for digit in own)
+    pairs = [jnp.asarray(np.full(2, power * digit, np.int32)) for power, digit in digits]
+    _, *values = jax.lax.sort((key, *pairs), num_keys=1)
+    known = {digit: value[0] for digit, value in zip(digits, values, strict=True)}
+    return [sum(known[digit] for digit in own) for own in places]
