@@ -61,12 +61,14 @@ class DeviceAxis:
 
         A tree of weight 0 is ignored, even if it is not finite. A weight of None means 1.
         """
-        trees = tuple(tree if weight is None else _times(tree, weight) for tree, weight in terms)
         if self.size == 1:
-            return trees
+            return tuple(tree if weight is None else _times(tree, weight) for tree, weight in terms)
         # one buffer per term, not one for all: gradients are checked in their own buffer
-        packings = [Packing.of(tree) for tree in trees]
-        packed = [packing.pack(tree) for packing, tree in zip(packings, trees, strict=True)]
+        packings = [Packing.of(tree) for tree, _ in terms]
+        packed = [
+            packing.pack(tree) if weight is None else _times(packing.pack(tree), weight)
+            for packing, (tree, weight) in zip(packings, terms, strict=True)
+        ]
         summed = jax.lax.psum(packed, AXIS)
         pairs = zip(packings, summed, strict=True)
         rank = jax.lax.axis_index(AXIS)
