@@ -31,7 +31,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.finite import all_finite, none_worse
 from elche_jax.engine.merge import MergeRules, difference, opt_rules
 from elche_jax.engine.microbatch import Carry, clip
-from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
+from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, packed, shares_of
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import (
     AveragingState,
@@ -150,7 +150,8 @@ class LocalRule(Rule):
         error, worked = self._pick(kept.error, part), (steps > 0) & done.own
         payload, error = encode(progress, error, worked, self.compression)
         weight = sums["weight"]
-        ends = [wide(x) - g for x, g in zip(base, decoded(payload), strict=True)]
+        pairs = zip(*packed(jnp, decoded(payload), base), strict=True)
+        ends = [wide(x) - g for g, x in pairs]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
         row = Row(steps, own, loss, weight, dot(ends, ends, jnp), done.steps)

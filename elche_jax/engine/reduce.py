@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.averaging.rules import Compression, DeviceWork, Weigh
@@ -305,14 +304,15 @@ def _distances(
     far apart, compared with their average. All are NaN for devices that are late or not finite.
     """
     xp = axis.xp
+    (m,) = packed(xp, mean)
 
     def numbers(sent: Encoded) -> Any:
-        g = decoded(sent)
-        apart = [x - y for x, y in zip(g, mean, strict=True)]
-        return xp.stack([dot(apart, apart, xp), dot(g, g, xp), dot(g, mean, xp)])
+        (g,) = packed(xp, decoded(sent))
+        apart = [x - y for x, y in zip(g, m, strict=True)]
+        return xp.stack([dot(apart, apart, xp), dot(g, g, xp), dot(g, m, xp)])
 
     apart, own, along = axis.rows(axis.each(numbers, payload)).T
-    length = dot(mean, mean, xp)
+    length = dot(m, m, xp)
     size = xp.where(shares > 0, shares * (rows.size - apart), 0).sum()  # |a|**2
     scale = xp.sqrt(own) * xp.sqrt(length)
     there = rows.own > 0
@@ -322,10 +322,15 @@ def _distances(
     return {name: xp.where(there, row, xp.nan) for name, row in each.items()}
 
 
+def packed(xp: ModuleType, *lists: Leaves) -> tuple[Leaves, ...]:
+    """Pack lists of arrays alike, so that there is less to compile; not on the host."""
+    if xp is np:
+        return lists
+    packing = Packing.of(lists[0])
+    return tuple(map(packing.pack, lists))
+
+
 def dot(a: Leaves, b: Leaves, xp: ModuleType) -> Any:
     """Return the inner product of two lists of arrays, float32."""
-    if xp is jnp:  # one product for all small arrays, which compiles faster
-        packing = Packing.of(a)
-        a, b = packing.pack(a), packing.pack(b)
     products = (xp.vdot(x, y).astype(xp.float32) for x, y in zip(a, b, strict=True))
     return sum(products, xp.float32(0))
