@@ -5,8 +5,10 @@
 Every start is a separate process, plain and ours in turn. `n`: a perceptron of `n` arrays, half of
 them vectors, Adam, four devices, against `jax.pmap`. `transformer`: Flax linen, 150 arrays. `one`:
 200 arrays on one device, against `jax.jit`. `again`: 200 arrays, a second start that reads JAX's
-persistent compilation cache. The clock starts when data and parameters are ready, at the first
-call (ours: at `windows`), and stops when the loss is ready.
+persistent compilation cache. `local`: 100 arrays, local steps whose parameters and moments are
+averaged, four devices, against a scan and `pmean` in `jax.pmap`; `host`: the same with an exchange
+on the host, which compiles for each device. The clock starts when data and parameters are ready, at
+the first call (ours: at `windows`), and stops when the loss is ready.
 """
 
 import tempfile
@@ -16,8 +18,10 @@ from pathlib import Path
 from measure import Result, in_a_process, interleave, ratios, result, run_cases
 
 ARRAYS = (100, 200, 400, 800)
-CASES = (*map(str, ARRAYS), "transformer", "one", "again")
+CASES = (*map(str, ARRAYS), "transformer", "one", "again", "local", "host")
 BATCH = 8
+STEPS = 2
+"""Local steps of a hand-written window."""
 MOST = 1.2
 """Required: at most this many times a plain step's first call."""
 MOST_AGAIN = 2.0
@@ -85,7 +89,7 @@ def transformer(layers: int = 9, width: int = 64, length: int = 16, words: int =
     return params, loss_fn, {"x": tokens[:, :-1], "y": tokens[:, 1:]}
 
 
-def start(way: str, model: str, world: int) -> float:
+def start(way: str, model: str, world: int, rule: str) -> float:
     """Returns, in a fresh process, seconds of the first window or of a plain step's first call."""
     import time
 
@@ -99,7 +103,11 @@ def start(way: str, model: str, world: int) -> float:
     params, loss_fn, data = transformer() if model == "transformer" else perceptron(int(model))
     optimizer, devices = optax.adam(1e-3), jax.devices()[:world]
     if way == "ours":
-        train = elche.build_train_step(loss_fn, optimizer, devices=devices)
+        train = elche.build_train_step(
+            loss_fn, optimizer, devices=devices,
+            averaging=None if rule == "gradient" else elche.ParameterAveraging(),
+            exchange=elche.HostExchange() if rule == "host" else None,
+        )  # fmt: skip
         state = train.init(params)
         begun = time.perf_counter()
         with train.windows(data, batch_size=BATCH, epochs=1) as windows:
@@ -114,10 +122,23 @@ def start(way: str, model: str, world: int) -> float:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
+    def window(params, opt_state, batches):
+        def local(carry, batch):
+            loss, grads = jax.value_and_grad(loss_fn)(carry[0], batch, None)
+            updates, opt_state = optimizer.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), opt_state), loss
+
+        (params, opt_state), losses = jax.lax.scan(local, (params, opt_state), batches)
+        adam, *rest = opt_state
+        params, mu, nu, loss = jax.lax.pmean((params, adam.mu, adam.nu, losses.mean()), "devices")
+        return params, (adam._replace(mu=mu, nu=nu), *rest), loss
+
     rows = jax.tree.map(lambda a: a[: world * BATCH], data)
     if world > 1:
-        rows = jax.tree.map(lambda a: a.reshape(world, BATCH, *a.shape[1:]), rows)
-        plain = jax.pmap(step, axis_name="devices", devices=devices, donate_argnums=(0, 1))
+        shape = (world, BATCH) if rule == "gradient" else (world, STEPS, BATCH // STEPS)
+        rows = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), rows)
+        plain = step if rule == "gradient" else window
+        plain = jax.pmap(plain, axis_name="devices", devices=devices, donate_argnums=(0, 1))
         copies = jax.tree.map(
             lambda a: np.stack([np.asarray(a)] * world), (params, optimizer.init(params))
         )
@@ -141,15 +162,17 @@ def cached_in(folder: str | None) -> dict[str, str]:
 
 def measure(case: str, repeats: int) -> list[Result]:
     """Returns the seconds of both, and the requirements."""
-    model, world = ("200", 1 if case == "one" else 4) if case in ("one", "again") else (case, 4)
+    rule = case if case in ("local", "host") else "gradient"
+    model = {"one": "200", "again": "200", "local": "100", "host": "100"}.get(case, case)
+    world = 1 if case == "one" else 4
     plain = "plain jit" if world == 1 else "plain pmap"
     with tempfile.TemporaryDirectory() as folder:
         caches = {way: str(Path(folder, way)) if case == "again" else None for way in WAYS}
         starts = {
             way: partial(
-                in_a_process, "first_window", "start", way, model, world, **cached_in(caches[way])
+                in_a_process, "first_window", "start", way, model, world, rule, **cached_in(folder)
             )
-            for way in WAYS
+            for way, folder in caches.items()
         }
         if case == "again":
             for start_once in starts.values():
@@ -162,8 +185,8 @@ def measure(case: str, repeats: int) -> list[Result]:
     if case == "again":
         more = tuple(a - b for a, b in zip(found["ours"], found["plain"], strict=True))
         return [*rows, result("again", "200: second start, more", more, "s", most=MOST_AGAIN)]
-    share = ratios(found["ours"], found["plain"])
-    return [*rows, result(case[:5], f"{model}: over {plain}", share, most=MOST)]
+    share, most = ratios(found["ours"], found["plain"]), MOST if rule == "gradient" else None
+    return [*rows, result(case[:5], f"{model}: over {plain}", share, most=most)]
 
 
 WAYS = ("plain", "ours")
