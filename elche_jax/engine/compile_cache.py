@@ -150,13 +150,14 @@ class CompileCache:
             del program  # the error refers to this frame, and would be referred to by it
 
     def begin(self, key: Hashable, build: Build) -> None:
-        """Start compiling a program that is about to be requested.
+        """Start compiling a program that is about to be requested, also if it failed before.
 
         That request counts as a miss even if the compile has finished by then.
         """
         at, build = (settings(), key), with_settings(build)
         with self._changed:
-            if at in self._programs:
+            known = self._programs.get(at)
+            if known is not None and known.error is None:
                 return
             self._programs[at] = program = _Program()
             self._begun.add(at)

@@ -150,8 +150,8 @@ class LocalRule(Rule):
         error, worked = self._pick(kept.error, part), (steps > 0) & done.own
         payload, error = encode(progress, error, worked, self.compression)
         weight = sums["weight"]
-        pairs = zip(*packed(jnp, decoded(payload), base), strict=True)
-        ends = [wide(x) - g for g, x in pairs]
+        g, x = packed(jnp, decoded(payload), list(map(wide, base)))
+        ends = [start - less for start, less in zip(x, g, strict=True)]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
         row = Row(steps, own, loss, weight, dot(ends, ends, jnp), done.steps)

@@ -304,14 +304,14 @@ def _distances(
     far apart, compared with their average. All are NaN for devices that are late or not finite.
     """
     xp = axis.xp
-    (m,) = packed(xp, mean)
 
     def numbers(sent: Encoded) -> Any:
-        (g,) = packed(xp, decoded(sent))
+        g, m = packed(xp, decoded(sent), mean)
         apart = [x - y for x, y in zip(g, m, strict=True)]
         return xp.stack([dot(apart, apart, xp), dot(g, g, xp), dot(g, m, xp)])
 
     apart, own, along = axis.rows(axis.each(numbers, payload)).T
+    (m,) = packed(xp, mean)
     length = dot(m, m, xp)
     size = xp.where(shares > 0, shares * (rows.size - apart), 0).sum()  # |a|**2
     scale = xp.sqrt(own) * xp.sqrt(length)
@@ -323,7 +323,10 @@ def _distances(
 
 
 def packed(xp: ModuleType, *lists: Leaves) -> tuple[Leaves, ...]:
-    """Pack lists of arrays alike, so that there is less to compile; not on the host."""
+    """Pack lists of arrays, so that there is less to compile; on the host they stay as they are.
+
+    All are packed as the first one, of whose shapes they are. A list has one dtype where that has.
+    """
     if xp is np:
         return lists
     packing = Packing.of(lists[0])

@@ -112,8 +112,8 @@ class Programs:
         ]
 
     def get(self, programs: Sequence[Program]) -> list[PerDevice]:
-        """Return programs, compiled."""
-        return compiled(programs, self._cache)
+        """Return a program for each device; those that are missing are compiled, see `compile`."""
+        return compiled(programs[:1], self._cache) + compiled(programs[1:], self._cache)
 
     def compile(self, programs: Sequence[Sequence[Program]]) -> None:
         """Compile programs, each given for all devices, at the same time.
@@ -122,8 +122,8 @@ class Programs:
         them for GPUs of its kind.
         """
         first, *others = zip(*programs, strict=True)
-        self.get(first)
-        self.get([one for own in others for one in own])
+        compiled(first, self._cache)
+        compiled([one for own in others for one in own], self._cache)
 
     def laters(self) -> Sequence[int]:
         """Return how many later windows there may be when a mean is applied."""
