@@ -170,9 +170,9 @@ def measure(case: str, repeats: int) -> list[Result]:
         caches = {way: str(Path(folder, way)) if case == "again" else None for way in WAYS}
         starts = {
             way: partial(
-                in_a_process, "first_window", "start", way, model, world, rule, **cached_in(folder)
+                in_a_process, "first_window", "start", way, model, world, rule, **cached_in(cache)
             )
-            for way, folder in caches.items()
+            for way, cache in caches.items()
         }
         if case == "again":
             for start_once in starts.values():

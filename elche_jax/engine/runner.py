@@ -58,7 +58,7 @@ def compiled(programs: Sequence[Program], cache: CompileCache) -> list[PerDevice
     made: list[PerDevice] = []
     for at in range(0, len(programs), TOGETHER):
         some = programs[at : at + TOGETHER]
-        for one in some:
+        for one in {one.key: one for one in some}.values():  # several calls may share one
             if not cache.ready(one.key):
                 cache.begin(one.key, one.traced())
         made += [cache.get(one.key, one.build) for one in some]
@@ -360,12 +360,8 @@ class Runner(WindowRunner):
         if self._one_program:
             self._get(self._program(calls[0].payload))
         else:
-            combine = self._combine_program()
-            if not self._cache.ready(combine.key):
-                self._cache.begin(combine.key, combine.traced())
-            for call in calls:
-                self._get(self._program(call.payload))
-            self._get(combine)
+            data = [self._program(call.payload) for call in calls]
+            compiled([self._combine_program(), *data], self._cache)
             # allocated before the dispatch, as the first window is timed
             self.sums.put(self.sums.take())
         self.begun = True

@@ -72,6 +72,12 @@ def test_what_is_there_is_not_traced_again():
     assert cache.misses == 2 and cache.stats.hits == 1
 
 
+def test_one_that_several_calls_share_is_traced_once():
+    function, cache = Function("a"), CompileCache()
+    assert compiled(2 * programs_of([function]), cache) == 2 * [("a", "shapes")]
+    assert len(function.traced_in) == 1 and cache.misses == 1
+
+
 def test_errors_are_raised_and_forgotten():
     broken = [True]
 
