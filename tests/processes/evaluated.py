@@ -209,5 +209,6 @@ def advised():
 SCENES = evaluated, predicted, big, failing, by_hand
 
 if __name__ == "__main__":
-    more = [advised, *[averaged] * ("averaged" in sys.argv[1:])] if len(jax.devices()) == 3 else []
+    of_three = [advised, averaged] if len(jax.devices()) == 3 else []
+    more = [scene for scene in of_three if scene.__name__ in sys.argv[1:]]
     print(json.dumps({scene.__name__: scene() for scene in (*SCENES, *more)}))

@@ -297,11 +297,12 @@ def unreported(folder):
     return said
 
 
-SCENES = (coverage, timed, full, failing, errors, again, ahead, unreported)
+SCENES = (coverage, timed, full, failing, errors, again, unreported)
 
 if __name__ == "__main__":
     collect_seldom()
-    phase, place, *rules = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    phase, place, *asked = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    rules = [name for name in asked if name in RULES]
     if phase == "half":
         for rule in rules:
             run(build(rule), place / rule, STOP)
@@ -314,6 +315,7 @@ if __name__ == "__main__":
             "straight": straight(place, rules),
             "resumed": resumed(place / "alone", halves),
         }
-        print(json.dumps(said | {scene.__name__: scene(place) for scene in SCENES}))
+        scenes = [*SCENES, *[ahead] * ("ahead" in asked)]
+        print(json.dumps(said | {scene.__name__: scene(place) for scene in scenes}))
     else:
         print(json.dumps({"resumed": resumed(place, rules)}))

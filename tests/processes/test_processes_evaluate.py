@@ -215,11 +215,13 @@ def test_average_between_two_exchanges(scene, said):
         np.testing.assert_allclose(got[name], leaf, rtol=1e-5, atol=1e-6)
 
 
-def test_all_processes_get_the_advice_of_the_job(said):
-    if "advised" not in said[0]:
+# test_advise_* of one process, and what processes plan alike in test_processes_train.py
+@pytest.mark.parametrize("scene", [slow("advised")])
+def test_all_processes_get_the_advice_of_the_job(scene, said):
+    if scene not in said[0]:
         pytest.skip("the speeds are those of three devices, this job has another number")
-    assert all(process["advised"] == said[0]["advised"] for process in said)
-    advice = said[0]["advised"]["advice"]
+    assert all(process[scene] == said[0][scene] for process in said)
+    advice = said[0][scene]["advice"]
     together = [device["together_ms"] for device in advice["devices"]]
     # emulated devices take at least this long; alone, the times of steps are taken off
     assert all(ms >= least for ms, least in zip(together, [4.0, 4.0, 12.0], strict=True)), together
@@ -227,4 +229,4 @@ def test_all_processes_get_the_advice_of_the_job(said):
     *fast, last = advice["elche"]["counts"]
     assert last < min(fast)
     assert advice["batch_size"] == 4 and advice["epoch"] == 1024
-    assert advice["local_steps"] is None and "link" not in said[0]["advised"]["text"]
+    assert advice["local_steps"] is None and "link" not in said[0][scene]["text"]

@@ -139,7 +139,7 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize(("name", "timeout"), [("SIGSTOP", 0.2), ("SIGKILL", 60)])
+@pytest.mark.parametrize(("name", "timeout"), [("SIGSTOP", 0.2), slow("SIGKILL", 60)])
 def test_a_watchdog_ends_with_its_process(name, timeout, tmp_path):
     program = WATCHED.format(timeout=timeout, signal=name)
     with children.started(

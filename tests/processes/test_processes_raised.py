@@ -50,7 +50,8 @@ def test_an_error_of_one_process_reaches_the_others(who, how):
         )
 
 
-@pytest.mark.parametrize("how", ["all", slow("all at the start")])
+# test_an_error_of_one_process_reaches_the_others
+@pytest.mark.parametrize("how", [slow("all"), slow("all at the start")])
 def test_an_error_of_all_processes_is_that_of_each(how):
     """Also if the first one, with which JAX's coordinator ends, is quicker than the others."""
     for code, _, err in jobs.outcomes("raising.py", (1, 1), how, -1):

@@ -42,14 +42,12 @@ WIDE = [*product(DIGITS_KEPT, ["device, float64", "host, float64"])]
 """Rows with float64 parameters."""
 QUICK = {
     ("2+1", "mean gradient, int8, three pending", "host"),
-    ("2+1", "Local SGD, three pending", "device"),
     ("2+1", "Local SGD, one pending", "host, float64"),
     ("2+1", "DiLoCo, fragments, int8", "device"),
     ("2+1", "DiLoCo, bfloat16", "ahead by 5"),
-    ("2+1", "a rule of one's own, moments averaged", "host"),
 }
-"""All parts of a rule, which lanes of one process show one by one; the plain mean of gradients is
-that of `test_processes_train_as_one`."""
+"""Each exchange, with rules that send fragments, fewer bits and float64. Lanes of one process show
+the parts of a rule; the plain mean of gradients is that of `test_processes_train_as_one`."""
 ROWS = pairs(((fleet, *row) for fleet, row in product(FLEETS, [*ALL, *WIDE])), first=QUICK)
 """Each rule with each exchange, both in each fleet; `make test` has one fleet."""
 APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") and (

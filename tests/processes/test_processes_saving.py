@@ -49,7 +49,8 @@ def job(request, place, wholes):
     """What the two processes say, by the names of the scenes, and their folder."""
     # other scenes look at what it has saved
     rules = sorted({"local", *jobs.asked(request, "rule")})
-    return jobs.run("saving.py", FLEET, "straight", place, *rules), place
+    scenes = jobs.asked(request, "scene")
+    return jobs.run("saving.py", FLEET, "straight", place, *rules, *scenes), place
 
 
 def assert_params(got, want):
@@ -104,12 +105,13 @@ def test_every_example_once_over_stop_and_resume(job):
     assert sorted(read[0] + read[1]) == list(range(saving.EXAMPLES))
 
 
-def test_what_devices_that_run_ahead_have_pending_is_in_their_next_delivery(job):
+@pytest.mark.parametrize("scene", [slow("ahead")])  # the rules of test_processes_rules.py run ahead
+def test_what_devices_that_run_ahead_have_pending_is_in_their_next_delivery(scene, job):
     """Window 0 is averaged before the stop; windows 1 and 2, pending then, with window 3."""
     counts = np.array(saving.COUNTS, float)
     exchanged = [counts[0], counts[1:4].sum(axis=0), counts[4:].sum(axis=0)]
     moved = [(steps**2).sum() / steps.sum() for steps in exchanged]
-    for average, base in (process["ahead"] for process in job[0]):
+    for average, base in (process[scene] for process in job[0]):
         np.testing.assert_allclose(average, np.full(3, sum(moved)), rtol=1e-6)
         np.testing.assert_allclose(base, 1 - np.full(3, sum(moved[:2])), rtol=1e-6)
 
