@@ -169,6 +169,14 @@ def _maps() -> float:
 
 
 @pytest.fixture(autouse=True)
+def files_of_examples_go(request: pytest.FixtureRequest) -> None:
+    """Examples in docstrings have no `tmp_path`; what they write goes where pytest removes it."""
+    if isinstance(request.node, pytest.DoctestItem):
+        folder = str(request.getfixturevalue("tmp_path"))
+        request.getfixturevalue("monkeypatch").setattr(tempfile, "tempdir", folder)
+
+
+@pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     """Fails a test that leaves one of the library's threads running."""
     before = set(threading.enumerate())
