@@ -139,7 +139,8 @@ def case_f(repeats: int) -> list[Result]:
 
             return spent(step)
 
-    costs = interleave({"ours": ours, "plain": lambda: spent(plain)}, repeats)
+    # more, short turns: in the first one most windows are timed, as speeds are unknown yet
+    costs = interleave({"ours": ours, "plain": lambda: spent(plain)}, 3 * repeats)
     what = "main thread per window, 8 devices, 50 leaves"
     return [
         result("f", f"{what}, over pmap by hand", ratios(costs["ours"], costs["plain"]), most=1.3),
