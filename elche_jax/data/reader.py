@@ -6,7 +6,7 @@ Copies, since arbitrary padding could produce NaN.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,14 @@ class IndexedReader:
     Attributes:
         microbatches: Number of microbatches in the epoch.
         partial: The microbatch with fewer valid examples, if any.
+        of_arrays: Whether examples may be read in any order at the same cost, and are all alike.
     """
 
     def __init__(self, source: ArraySource | MapSource, reading: Reading, epoch: int):
         size, seed = source.size, reading.seed
         whole, rest = divmod(size, reading.batch_size)
         self._source, self._batch_size = source, reading.batch_size
+        self.of_arrays = isinstance(source, ArraySource)
         self._order = np.arange(size) if seed is None else epoch_order(size, seed, epoch)
         self.partial = None if reading.drop_last or not rest else Partial(whole, rest)
         self.microbatches = whole + (0 if self.partial is None else 1)
@@ -67,15 +69,17 @@ class IndexedReader:
             index = np.concatenate([index, np.full(missing, filler)])
         return index.reshape(count, self._batch_size)
 
-    def block(self, start: int, count: int) -> PyTree:
-        """Return microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
-        rows = self._source.rows(self.index(start, count).reshape(-1))
-        shape = (count, self._batch_size)
-        return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), rows)
+    def blocks(self, starts: Sequence[int], count: int) -> PyTree:
+        """Return `count` microbatches from each start on; leaves `(starts, count, batch, ...)`."""
+        index = np.stack([self.index(start, count) for start in starts])
+        rows = self._source.rows(index.reshape(-1))
+        return jax.tree.map(lambda leaf: leaf.reshape(index.shape + leaf.shape[1:]), rows)
 
 
 class IterableReader:
     """One epoch of an iterable; holds the microbatches of the window being read."""
+
+    of_arrays = False
 
     def __init__(
         self, source: IterableSource, reading: Reading, stop: threading.Event | None = None
@@ -112,10 +116,12 @@ class IterableReader:
                 self._hold(item)
         return min(want, len(self._held))
 
-    def block(self, start: int, count: int) -> PyTree:
-        """Return microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
-        at = start - self._first
-        return stack(self._held[at : at + count], range(count))
+    def blocks(self, starts: Sequence[int], count: int) -> PyTree:
+        """Return `count` microbatches from each start on; leaves `(starts, count, batch, ...)`."""
+        numbers = [number for start in starts for number in range(start, start + count)]
+        rows = stack((self._held[number - self._first] for number in numbers), numbers)
+        shape = len(starts), count
+        return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), rows)
 
     def _hold(self, item: PyTree) -> None:
         number = self._first + len(self._held)

@@ -56,8 +56,8 @@ class Fleet(ABC):
         """Assemble a stacked array from the devices' entries `(1, ...)`, without a copy."""
 
     @abstractmethod
-    def put(self, rows: np.ndarray) -> StackedArray:
-        """Place row `d` of a host array on device `d`."""
+    def put(self, rows: PyTree) -> PyTree:
+        """Place row `d` of host arrays on device `d`, in one transfer for each lane."""
 
     @abstractmethod
     def restack(self, tree: PyTree) -> PyTree:
@@ -115,7 +115,7 @@ class Lane(Fleet):
         shape = (len(shards), *shards[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
 
-    def put(self, rows: np.ndarray) -> jax.Array:
+    def put(self, rows: PyTree) -> PyTree:
         return jax.device_put(rows, self.sharding)
 
     def restack(self, tree: PyTree) -> PyTree:
@@ -182,9 +182,13 @@ class Lanes(Fleet):
         parts = [lane.stack([shards[rank] for rank in lane.ranks]) for lane in self.lanes]
         return LanedArray(parts, self.ranks)
 
-    def put(self, rows: np.ndarray) -> LanedArray:
-        parts = [lane.put(rows[list(lane.ranks)]) for lane in self.lanes]
-        return LanedArray(parts, self.ranks)
+    def put(self, rows: PyTree) -> PyTree:
+        return self.join(
+            [
+                lane.put(jax.tree.map(lambda leaf, at=list(lane.ranks): leaf[at], rows))
+                for lane in self.lanes
+            ]
+        )
 
     def split(self, tree: PyTree) -> list[PyTree]:
         """Return each lane's part of a pytree of stacked arrays, of the host or of any lanes."""

@@ -25,6 +25,11 @@ from elche_jax.engine.lane import Fleet
 PyTree = Any
 Placement = Literal["resident", "stream"]
 
+TOGETHER = 4 << 20
+"""Bytes up to which a piece that all devices have is read from arrays, and transferred, for all of
+them at once: of small arrays the number takes time, not the bytes. From some ten megabytes on, one
+block of memory for all devices takes longer than one for each, as the system hands it out anew."""
+
 RESIDENT_SHARE = 0.25
 """Largest share of the free memory that `placement="auto"` uses for the data."""
 
@@ -105,31 +110,24 @@ class Placer:
         Raises:
             ValueError: If a microbatch does not match `spec`.
         """
-        leaves_spec, structure = jax.tree.flatten(spec)
-        blanks = {
-            length: [self._blank((length, *leaf.shape), leaf.dtype) for leaf in leaves_spec]
-            for length in piece_lengths(capacity)
-        }
-        # the shards of each piece that some device has
-        parts: dict[int, list[list[Any]]] = {}
-        shards: list[list[Any]] = []
-        ranks: list[int] = []
-        rows: list[np.ndarray] = []
-        for rank, share in enumerate(ranges):
-            for length, start in share.pieces().items():
-                block = reader.block(first + start, length)
-                _check_like(spec, block, first + start)
-                shards += parts.setdefault(length, [list(one.shards) for one in blanks[length]])
-                ranks += [rank] * len(leaves_spec)
-                rows += [np.asarray(leaf)[None] for leaf in jax.tree.leaves(block)]
-        # one transfer for all pieces of the call
-        for leaf, rank, placed in zip(shards, ranks, self._put(rows, ranks), strict=True):
-            leaf[rank] = placed
+        shares, lengths = [share.pieces() for share in ranges], piece_lengths(capacity)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+        together: dict[int, PyTree] = {}  # by length: rows of all devices
+        apart: dict[tuple[int, int], PyTree] = {}  # by length and rank: one row
+        for length in lengths if reader.of_arrays else ():
+            starts = [first + own[length] for own in shares if length in own]
+            if len(starts) == len(ranges) and size * length * len(starts) <= TOGETHER:
+                together[length] = _read(reader, starts, length, spec)
+        for rank, own in enumerate(shares):
+            for length, start in own.items():
+                if length not in together:
+                    apart[length, rank] = _read(reader, [first + start], length, spec)
+        placed = self._together(together) | self._apart(apart, spec)
         return tuple(
-            structure.unflatten(
-                map(self._stack, parts[length]) if length in parts else [one.whole for one in blank]
-            )
-            for length, blank in blanks.items()
+            placed[length]
+            if length in placed
+            else jax.tree.map(lambda leaf, n=length: self._blank(n, leaf).whole, spec)
+            for length in lengths
         )
 
     def index(
@@ -173,21 +171,40 @@ class Placer:
         """Place row `d` of a host array on device `d`."""
         return array if self._single else self._fleet.put(array)
 
-    def _put(self, rows: list[np.ndarray], ranks: Sequence[int]) -> list[Any]:
-        if self._single:  # the program expects the dtypes that `device_put` would give
-            return [row.astype(dtypes.canonicalize_dtype(row.dtype), copy=False) for row in rows]
-        return jax.device_put(rows, [self._devices[rank] for rank in ranks])
+    def _together(self, blocks: dict[int, PyTree]) -> dict[int, PyTree]:
+        """Place blocks with a row for each device, all in one transfer."""
+        if self._single:
+            return jax.tree.map(_canonical, blocks)
+        return self._fleet.put(blocks) if blocks else {}
 
-    def _stack(self, shards: list[Any]) -> Any:
-        return shards[0] if self._single else self._fleet.stack(shards)
+    def _apart(self, rows: dict[tuple[int, int], PyTree], spec: PyTree) -> dict[int, PyTree]:
+        """Place rows by their length and rank, all in one transfer; other devices get zeros."""
+        if self._single:
+            return {length: jax.tree.map(_canonical, row) for (length, _), row in rows.items()}
+        leaves, structure = jax.tree.flatten(spec)
+        shards = {
+            length: [list(self._blank(length, leaf).shards) for leaf in leaves]
+            for length in dict.fromkeys(length for length, _ in rows)
+        }
+        devices = [self._devices[rank] for _, rank in rows]
+        placed = jax.device_put([*rows.values()], devices) if rows else []
+        for (length, rank), row in zip(rows, placed, strict=True):
+            for shard, leaf in zip(shards[length], jax.tree.leaves(row), strict=True):
+                shard[rank] = leaf
+        return {
+            length: structure.unflatten(map(self._fleet.stack, own))
+            for length, own in shards.items()
+        }
 
-    def _blank(self, shape: tuple[int, ...], dtype: Any) -> "_Blank":
-        key = (shape, np.dtype(dtype))
-        if key not in self._blanks:
-            zeros = [np.zeros((1, *shape), dtype)] * len(self._devices)
-            shards = self._put(zeros, range(len(self._devices)))
-            self._blanks[key] = _Blank(shards, self._stack(shards))
-        return self._blanks[key]
+    def _blank(self, length: int, leaf: jax.ShapeDtypeStruct) -> "_Blank":
+        shape, dtype = (length, *leaf.shape), np.dtype(leaf.dtype)
+        if (shape, dtype) not in self._blanks:
+            shards: list[Any] = [np.zeros((1, *shape), dtype)] * len(self._devices)
+            if not self._single:
+                shards = jax.device_put(shards, list(self._devices))
+            whole = shards[0] if self._single else self._fleet.stack(shards)
+            self._blanks[shape, dtype] = _Blank(shards, whole)
+        return self._blanks[shape, dtype]
 
 
 class _Blank(NamedTuple):
@@ -195,6 +212,18 @@ class _Blank(NamedTuple):
 
     shards: list[Any]
     whole: Any
+
+
+def _read(reader: Reader, starts: Sequence[int], length: int, spec: PyTree) -> PyTree:
+    """Read blocks, leaves `(starts, length, batch, ...)`, and check that they match `spec`."""
+    blocks = reader.blocks(starts, length)
+    _check_like(spec, blocks, starts[0])
+    return blocks
+
+
+def _canonical(leaf: np.ndarray) -> np.ndarray:
+    """Return what stays on the host in the dtype that `device_put` would give it."""
+    return leaf.astype(dtypes.canonicalize_dtype(leaf.dtype), copy=False)
 
 
 def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
@@ -207,11 +236,11 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
         )
     for like, leaf in zip(jax.tree.leaves(spec), jax.tree.leaves(block), strict=True):
         dtype = dtypes.canonicalize_dtype(leaf.dtype)
-        if leaf.shape[1:] != like.shape or dtype != like.dtype:
+        if leaf.shape[2:] != like.shape or dtype != like.dtype:
             raise ValueError(
                 f"data: every microbatch must have the shapes and dtypes of the "
                 f"first one ({like.shape}, {like.dtype}), microbatch {first} has "
-                f"{leaf.shape[1:]}, {dtype}. Pad them, or call windows for each shape."
+                f"{leaf.shape[2:]}, {dtype}. Pad them, or call windows for each shape."
             )
         check_fits(leaf)
 

@@ -50,7 +50,7 @@ def read_epoch(reader, batch, wants, start=0):
     numbers, at = [], start
     while there := reader.available(at, wants[at % len(wants)]):
         assert at < 1000, "the epoch never ends"
-        block = reader.block(at, there)["n"]
+        (block,) = reader.blocks([at], there)["n"]
         assert block.shape == (there, batch)
         for place, row in enumerate(block):
             partial = reader.partial
@@ -136,19 +136,25 @@ def test_an_iterable_reads_like_slices_of_its_list(length, batch, wants):
         expected = items[at : at + want]
         assert there == len(expected)
         if there:
-            half = there // 2  # a device's share is a part of the window
-            for first, count in [(at, there), (at + half, there - half)]:
-                block = reader.block(first, count)
+            half = there // 2  # shares of two devices, or parts of them
+            for starts, count in (
+                ([at], there),
+                ([at + half], there - half),
+                ([at, at + half], half),
+            ):
+                if not count:
+                    continue
+                blocks = reader.blocks(starts, count)
                 for name in ("n", "m"):
-                    want_rows = np.stack([item[name] for item in items[first : first + count]])
-                    np.testing.assert_array_equal(block[name], want_rows)
+                    want_rows = [[item[name] for item in items[s : s + count]] for s in starts]
+                    np.testing.assert_array_equal(blocks[name], np.array(want_rows))
         at += there
 
 
 def test_microbatches_of_an_iterable_are_read_as_they_come():
     reader = IterableReader(IterableSource([np.zeros(3)] * 2), Reading(3, drop_last=False))
     assert reader.available(0, 9) == 2
-    assert reader.block(0, 2).shape == (2, 3)
+    assert reader.blocks([0], 2).shape == (1, 2, 3)
 
 
 def test_a_short_microbatch_is_filled_or_left_out():
@@ -156,7 +162,7 @@ def test_a_short_microbatch_is_filled_or_left_out():
     reader = IterableReader(IterableSource(items), Reading(3, drop_last=False))
     assert reader.available(0, 9) == 2
     assert reader.partial == Partial(microbatch=1, valid=2)
-    np.testing.assert_array_equal(reader.block(0, 2), [[0, 1, 2], [3, 4, 3]])
+    np.testing.assert_array_equal(reader.blocks([0], 2), [[[0, 1, 2], [3, 4, 3]]])
 
     reader = IterableReader(IterableSource(items), Reading(3))
     assert reader.available(0, 9) == 1
@@ -205,7 +211,7 @@ def test_skipping_holds_one_microbatch_at_a_time():
     reader = open_epoch(IterableSource(items()), Reading(4), Cursor(0, 18))
     assert max(held) <= 1
     assert reader.available(18, 9) == 2
-    np.testing.assert_array_equal(reader.block(18, 2)[:, 0], [18, 19])
+    np.testing.assert_array_equal(reader.blocks([18], 2)[0, :, 0], [18, 19])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from elche_jax.data.source import ArraySource, IterableSource, MapSource
 from elche_jax.data.split import Range, split_window
 from elche_jax.engine import place
 from elche_jax.engine.fetch import Pieces
-from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.lane import Lane, lanes_of
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.place import Placer, choose_placement
 
@@ -109,6 +109,47 @@ def test_chunks_of_a_window_reassemble_it(counts, k, first):
     assert done == list(counts)
 
 
+@pytest.mark.parametrize(("keys", "puts"), [([0], 0), ([0, 0, 0], 1), ([0, 1, 0], 2)])
+def test_small_pieces_of_all_devices_cross_in_one_transfer_for_each_lane(keys, puts, monkeypatch):
+    world_size, reader, whole = len(keys), a_reader(), []
+    ranges = [Range(5 * rank, 5) for rank in range(world_size)]
+    put = Lane.put
+
+    def pieces():
+        whole.clear()
+        placer = Placer(lanes_of(jax.devices()[:world_size], keys))
+        found = placer.pieces(reader, 2, ranges, 7, SPEC)
+        return jax.tree.map(lambda leaf: (leaf.dtype, np.asarray(leaf)), found), len(whole)
+
+    monkeypatch.setattr(Lane, "put", lambda *args: whole.append(args) or put(*args))
+    together, times = pieces()
+    assert times == puts
+    monkeypatch.setattr(place, "TOGETHER", 0)  # as if they were large
+    apart, times = pieces()
+    assert times == 0
+    jax.tree.map(np.testing.assert_array_equal, together, apart)
+    for rank in range(world_size):
+        rows = jax.tree.map(lambda leaf: leaf[1], apart[0], is_leaf=lambda x: isinstance(x, tuple))
+        assert_microbatches(rows, rank, range(5 * rank + 2, 5 * rank + 6))
+
+
+def test_examples_of_a_dataset_are_read_device_by_device():
+    """They may come from a file, or be drawn one after the other."""
+    read = []
+
+    class Noting:
+        def __len__(self):
+            return SIZE
+
+        def __getitem__(self, number):
+            read.append(number)
+            return {name: rows[number] for name, rows in ARRAYS.items()}
+
+    reader = IndexedReader(MapSource(Noting()), Reading(BATCH, shuffle=False), epoch=0)
+    a_placer(jax.devices()[:2]).pieces(reader, 0, [Range(0, 3), Range(3, 3)], 3, SPEC)
+    assert read == [*range(6 * BATCH)]
+
+
 def test_pieces_lie_on_their_devices_with_their_shapes():
     devices = jax.devices()[:2]
     ranges = [Range(0, 5), Range(5, 2)]
@@ -133,7 +174,7 @@ def test_only_real_microbatches_cross(monkeypatch, counts):
     crossed = []
 
     def device_put(arrays, targets):
-        crossed.extend(array.nbytes for array in arrays)
+        crossed.extend(array.nbytes for array in jax.tree.leaves(arrays))
         return real(arrays, targets)
 
     real = jax.device_put
@@ -179,16 +220,16 @@ class Odd:
     ],
 )
 def test_a_microbatch_unlike_the_first_is_an_error(odd, message):
-    devices = jax.devices()[:1]
+    devices = jax.devices()[:2]
     reader = IndexedReader(MapSource(Odd(odd)), Reading(1), epoch=0)
     spec = {
         "x": jax.ShapeDtypeStruct((1, 3), np.float32),
         "n": jax.ShapeDtypeStruct((1,), np.int32),
     }
     placer = a_placer(devices)
-    placer.pieces(reader, 0, [Range(0, 3)], 3, spec)
+    placer.pieces(reader, 0, [Range(0, 2), Range(2, 1)], 3, spec)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        placer.pieces(reader, 4, [Range(0, 2)], 3, spec)
+        placer.pieces(reader, 3, [Range(0, 1), Range(1, 1)], 3, spec)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
