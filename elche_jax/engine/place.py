@@ -114,7 +114,7 @@ class Placer:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
         together: dict[int, PyTree] = {}  # by length: rows of all devices
         apart: dict[tuple[int, int], PyTree] = {}  # by length and rank: one row
-        for length in lengths if reader.of_arrays else ():
+        for length in lengths if reader.of_arrays and not self._single else ():
             starts = [first + own[length] for own in shares if length in own]
             if len(starts) == len(ranges) and size * length * len(starts) <= TOGETHER:
                 together[length] = _read(reader, starts, length, spec)
@@ -122,7 +122,7 @@ class Placer:
             for length, start in own.items():
                 if length not in together:
                     apart[length, rank] = _read(reader, [first + start], length, spec)
-        placed = self._together(together) | self._apart(apart, spec)
+        placed = self._apart(apart, spec) | (self._fleet.put(together) if together else {})
         return tuple(
             placed[length]
             if length in placed
@@ -171,23 +171,22 @@ class Placer:
         """Place row `d` of a host array on device `d`."""
         return array if self._single else self._fleet.put(array)
 
-    def _together(self, blocks: dict[int, PyTree]) -> dict[int, PyTree]:
-        """Place blocks with a row for each device, all in one transfer."""
-        if self._single:
-            return jax.tree.map(_canonical, blocks)
-        return self._fleet.put(blocks) if blocks else {}
-
     def _apart(self, rows: dict[tuple[int, int], PyTree], spec: PyTree) -> dict[int, PyTree]:
         """Place rows by their length and rank, all in one transfer; other devices get zeros."""
-        if self._single:
-            return {length: jax.tree.map(_canonical, row) for (length, _), row in rows.items()}
+        if self._single:  # the program expects the dtypes that `device_put` would give
+            return {
+                length: jax.tree.map(
+                    lambda x: x.astype(dtypes.canonicalize_dtype(x.dtype), copy=False), row
+                )
+                for (length, _), row in rows.items()
+            }
         leaves, structure = jax.tree.flatten(spec)
         shards = {
             length: [list(self._blank(length, leaf).shards) for leaf in leaves]
             for length in dict.fromkeys(length for length, _ in rows)
         }
         devices = [self._devices[rank] for _, rank in rows]
-        placed = jax.device_put([*rows.values()], devices) if rows else []
+        placed = jax.device_put([*rows.values()], devices)
         for (length, rank), row in zip(rows, placed, strict=True):
             for shard, leaf in zip(shards[length], jax.tree.leaves(row), strict=True):
                 shard[rank] = leaf
@@ -219,11 +218,6 @@ def _read(reader: Reader, starts: Sequence[int], length: int, spec: PyTree) -> P
     blocks = reader.blocks(starts, length)
     _check_like(spec, blocks, starts[0])
     return blocks
-
-
-def _canonical(leaf: np.ndarray) -> np.ndarray:
-    """Return what stays on the host in the dtype that `device_put` would give it."""
-    return leaf.astype(dtypes.canonicalize_dtype(leaf.dtype), copy=False)
 
 
 def _check_like(spec: PyTree, block: PyTree, first: int) -> None:

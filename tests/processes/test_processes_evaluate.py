@@ -215,7 +215,7 @@ def test_average_between_two_exchanges(scene, said):
         np.testing.assert_allclose(got[name], leaf, rtol=1e-5, atol=1e-6)
 
 
-# test_advise_* of one process, and what processes plan alike in test_processes_train.py
+# test_advice_measure.py in one process, and test_all_processes_plan_alike
 @pytest.mark.parametrize("scene", [slow("advised")])
 def test_all_processes_get_the_advice_of_the_job(scene, said):
     if scene not in said[0]:
