@@ -20,6 +20,7 @@ from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
 from elche_jax.data.split import Range, piece_lengths
 from elche_jax.engine.bits import check_integers
+from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.lane import Fleet
 
 PyTree = Any
@@ -93,9 +94,10 @@ class Placer:
         self._blanks: dict[tuple[Any, ...], _Blank] = {}
 
     def pieces(
-        self, reader: Reader, first: int, ranges: Sequence[Range], capacity: int, spec: PyTree
-    ) -> tuple[PyTree, ...]:
-        """Return the pieces of one call, longest first.
+        self, reader: Reader, first: int, ranges: Sequence[Range], capacity: int, spec: PyTree,
+        call_args: np.ndarray,
+    ) -> tuple[Pieces, CallArgs]:  # fmt: skip
+        """Place the pieces of one call, longest first, and its arguments.
 
         Args:
             reader: Reader of the epoch.
@@ -103,9 +105,10 @@ class Placer:
             ranges: Microbatches of each device, counted within the window.
             capacity: Capacity of the program.
             spec: Shapes and dtypes of one microbatch.
+            call_args: What `call_args` returned.
 
         Returns:
-            One pytree per length, leaves `(world_size, length, batch, ...)`.
+            One pytree per length, leaves `(world_size, length, batch, ...)`; and the arguments.
 
         Raises:
             ValueError: If a microbatch does not match `spec`.
@@ -122,24 +125,33 @@ class Placer:
             for length, start in own.items():
                 if length not in together:
                     apart[length, rank] = _read(reader, [first + start], length, spec)
-        placed = self._apart(apart, spec) | (self._fleet.put(together) if together else {})
-        return tuple(
+        placed, numbers = self.rows((together, call_args))
+        if apart:
+            placed = placed | self._apart(apart, spec)
+        found = tuple(
             placed[length]
             if length in placed
             else jax.tree.map(lambda leaf, n=length: self._blank(n, leaf).whole, spec)
             for length in lengths
         )
+        return Pieces(found), CallArgs(numbers)
 
     def index(
-        self, reader: IndexedReader, first: int, ranges: Sequence[Range], capacity: int
-    ) -> Any:
-        """Return the example numbers of one call, `(world_size, capacity, batch)`, int32."""
+        self, reader: IndexedReader, first: int, ranges: Sequence[Range], capacity: int,
+        call_args: np.ndarray,
+    ) -> tuple[Any, CallArgs]:  # fmt: skip
+        """Place the example numbers of one call, and its arguments, see `pieces`.
+
+        Returns:
+            The numbers, `(world_size, capacity, batch)`, int32; and the arguments.
+        """
         width = reader.index(first, 0).shape[1]
         # 0 where a device has less work: any example will do, as it is not read
         numbers = np.zeros((len(ranges), capacity, width), np.int32)
         for rank, share in enumerate(ranges):
             numbers[rank, : share.count] = reader.index(first + share.start, share.count)
-        return self.rows(numbers)
+        numbers, placed = self.rows((numbers, call_args))
+        return numbers, CallArgs(placed)
 
     def call_args(
         self,
@@ -148,8 +160,8 @@ class Placer:
         fresh: bool,
         partial: Partial | None,
         totals: tuple[int, int],
-    ) -> Any:
-        """Return the call's arguments for each device, `(world_size, 10)`, int32.
+    ) -> np.ndarray:
+        """Return the call's arguments for each device, `(world_size, 10)`, int32, on the host.
 
         Args:
             ranges: Microbatches of each device, counted within the window.
@@ -165,11 +177,11 @@ class Placer:
             (r.count, r.start, int(fresh), place, valid, *totals, rank, 0, r.count)
             for rank, r in zip(self._fleet.job.ranks, ranges, strict=True)
         ]
-        return self.rows(np.array(numbers, np.int32))
+        return np.array(numbers, np.int32)
 
-    def rows(self, array: np.ndarray) -> Any:
-        """Place row `d` of a host array on device `d`."""
-        return array if self._single else self._fleet.put(array)
+    def rows(self, arrays: PyTree) -> Any:
+        """Place row `d` of host arrays on device `d`."""
+        return arrays if self._single else self._fleet.put(arrays)
 
     def _apart(self, rows: dict[tuple[int, int], PyTree], spec: PyTree) -> dict[int, PyTree]:
         """Place rows by their length and rank, all in one transfer; other devices get zeros."""

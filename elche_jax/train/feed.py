@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax import _progress
 from elche_jax._settings import settings
@@ -106,20 +107,22 @@ class Feed:
             # each call gets an even share: where a program starts on all devices at once, filling
             # one call after the other made the window 1.4 times as long
             for ranges in split_window(counts, capacity, ranks):
-                payload = self._payload(first, ranges, capacity, reader)
                 call_args = self._placer.call_args(ranges, first, not calls, reader.partial, totals)
+                payload, placed = self._placed(first, ranges, capacity, reader, call_args)
                 _ = payload.signature  # computed here and kept, to spare the loop's thread
-                calls.append(Call(payload, CallArgs(call_args), ranges))
+                calls.append(Call(payload, placed, ranges))
             return totals[1], tuple(calls)
 
-    def _payload(
-        self, first: int, ranges: Sequence[Range], capacity: int, reader: Reader
-    ) -> Payload:
+    def _placed(
+        self, first: int, ranges: Sequence[Range], capacity: int, reader: Reader,
+        call_args: np.ndarray,
+    ) -> tuple[Payload, CallArgs]:  # fmt: skip
         if self._resident is None:
             spec = self._plan.microbatch
-            return Pieces(self._placer.pieces(reader, first, ranges, capacity, spec))
+            return self._placer.pieces(reader, first, ranges, capacity, spec, call_args)
         assert isinstance(reader, IndexedReader)  # resident data is an array
-        return Rows(self._resident, self._placer.index(reader, first, ranges, capacity))
+        index, placed = self._placer.index(reader, first, ranges, capacity, call_args)
+        return Rows(self._resident, index), placed
 
     def capacity(self, count: int) -> int:
         """Return the capacity for a window with this largest count.

@@ -11,7 +11,7 @@ from elche_jax.data.reader import IndexedReader, Partial
 from elche_jax.data.source import ArraySource, IterableSource, MapSource
 from elche_jax.data.split import Range, split_window
 from elche_jax.engine import place
-from elche_jax.engine.fetch import Pieces
+from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.lane import Lane, lanes_of
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.place import Placer, choose_placement
@@ -35,6 +35,14 @@ def a_reader():
 
 def a_placer(devices):
     return Placer(lanes_of(devices))
+
+
+def pieces_of(placer, reader, first, ranges, capacity, spec):
+    """The pieces of a call; its arguments come with them."""
+    call_args = placer.call_args(ranges, first, True, None, (0, 0))
+    payload, placed = placer.pieces(reader, first, ranges, capacity, spec, call_args)
+    np.testing.assert_array_equal(np.asarray(placed.numbers), call_args)
+    return payload.pieces
 
 
 def microbatch(number):
@@ -82,7 +90,7 @@ def test_fetch_gives_every_microbatch_of_every_count(world_size, capacity):
             continue
         starts = np.cumsum([0, *counts[:-1]]).tolist()
         ranges = [Range(*share) for share in zip(starts, counts, strict=True)]
-        pieces = placer.pieces(reader, 5, ranges, capacity, SPEC)
+        pieces = pieces_of(placer, reader, 5, ranges, capacity, SPEC)
         got = fetch_all(pieces, counts, devices)
         for rank, share in enumerate(ranges):
             first = 5 + share.start
@@ -100,7 +108,7 @@ def test_chunks_of_a_window_reassemble_it(counts, k, first):
     placer, reader = a_placer(devices), a_reader()
     done, first_of = [0, 0, 0], np.cumsum([0, *counts]).tolist()
     for ranges in split_window(counts, capacity):
-        pieces = placer.pieces(reader, first, ranges, capacity, SPEC)
+        pieces = pieces_of(placer, reader, first, ranges, capacity, SPEC)
         got = fetch_all(pieces, [share.count for share in ranges], devices)
         for rank, share in enumerate(ranges):
             begin = first + first_of[rank] + done[rank]
@@ -118,15 +126,19 @@ def test_small_pieces_of_all_devices_cross_in_one_transfer_for_each_lane(keys, p
     def pieces():
         whole.clear()
         placer = Placer(lanes_of(jax.devices()[:world_size], keys))
-        found = placer.pieces(reader, 2, ranges, 7, SPEC)
-        return jax.tree.map(lambda leaf: (leaf.dtype, np.asarray(leaf)), found), len(whole)
+        found = pieces_of(placer, reader, 2, ranges, 7, SPEC)
+        return jax.tree.map(lambda leaf: (leaf.dtype, np.asarray(leaf)), found), [*whole]
 
-    monkeypatch.setattr(Lane, "put", lambda *args: whole.append(args) or put(*args))
-    together, times = pieces()
-    assert times == puts
+    def noted(lane, rows):
+        whole.append(len(jax.tree.leaves(rows)))
+        return put(lane, rows)
+
+    monkeypatch.setattr(Lane, "put", noted)
+    together, arrays = pieces()
+    assert arrays == puts * [1 + 2 * len(SPEC)]  # the arguments, and two pieces
     monkeypatch.setattr(place, "TOGETHER", 0)  # as if they were large
-    apart, times = pieces()
-    assert times == 0
+    apart, arrays = pieces()
+    assert arrays == puts * [1]
     jax.tree.map(np.testing.assert_array_equal, together, apart)
     for rank in range(world_size):
         rows = jax.tree.map(lambda leaf: leaf[1], apart[0], is_leaf=lambda x: isinstance(x, tuple))
@@ -146,14 +158,14 @@ def test_examples_of_a_dataset_are_read_device_by_device():
             return {name: rows[number] for name, rows in ARRAYS.items()}
 
     reader = IndexedReader(MapSource(Noting()), Reading(BATCH, shuffle=False), epoch=0)
-    a_placer(jax.devices()[:2]).pieces(reader, 0, [Range(0, 3), Range(3, 3)], 3, SPEC)
+    pieces_of(a_placer(jax.devices()[:2]), reader, 0, [Range(0, 3), Range(3, 3)], 3, SPEC)
     assert read == [*range(6 * BATCH)]
 
 
 def test_pieces_lie_on_their_devices_with_their_shapes():
     devices = jax.devices()[:2]
     ranges = [Range(0, 5), Range(5, 2)]
-    pieces = a_placer(devices).pieces(a_reader(), 0, ranges, 7, SPEC)
+    pieces = pieces_of(a_placer(devices), a_reader(), 0, ranges, 7, SPEC)
     assert [piece["x"].shape for piece in pieces] == [
         (2, 4, BATCH, 3), (2, 2, BATCH, 3), (2, 1, BATCH, 3)
     ]  # fmt: skip
@@ -170,7 +182,7 @@ def test_only_real_microbatches_cross(monkeypatch, counts):
     devices = jax.devices()[:2]
     placer, reader = a_placer(devices), a_reader()
     ranges = [Range(0, counts[0]), Range(counts[0], counts[1])]
-    placer.pieces(reader, 0, ranges, 7, SPEC)  # the blanks cross once
+    pieces_of(placer, reader, 0, ranges, 7, SPEC)  # the blanks cross once
     crossed = []
 
     def device_put(arrays, targets):
@@ -179,9 +191,9 @@ def test_only_real_microbatches_cross(monkeypatch, counts):
 
     real = jax.device_put
     monkeypatch.setattr(place.jax, "device_put", device_put)
-    placer.pieces(reader, 50, ranges, 7, SPEC)
+    pieces_of(placer, reader, 50, ranges, 7, SPEC)
     one = BATCH * (3 * 8 + 4)  # the host's float64 is cut to float32 on the way
-    assert sum(crossed) == sum(counts) * one
+    assert sum(crossed) == sum(counts) * one + len(devices) * CallArgs.WIDTH * 4
 
 
 class Odd:
@@ -227,9 +239,9 @@ def test_a_microbatch_unlike_the_first_is_an_error(odd, message):
         "n": jax.ShapeDtypeStruct((1,), np.int32),
     }
     placer = a_placer(devices)
-    placer.pieces(reader, 0, [Range(0, 2), Range(2, 1)], 3, spec)
+    pieces_of(placer, reader, 0, [Range(0, 2), Range(2, 1)], 3, spec)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        placer.pieces(reader, 3, [Range(0, 1), Range(1, 1)], 3, spec)
+        pieces_of(placer, reader, 3, [Range(0, 1), Range(1, 1)], 3, spec)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -245,7 +257,11 @@ def test_rows_go_to_the_devices_in_rank_order(backwards):
 def test_index_names_the_examples_of_every_microbatch(counts, first):
     devices = jax.devices()[:2]
     ranges = [Range(0, counts[0]), Range(counts[0], counts[1])]
-    index = np.asarray(a_placer(devices).index(a_reader(), first, ranges, 7))
+    placer = a_placer(devices)
+    call_args = placer.call_args(ranges, first, False, None, (0, 0))
+    index, placed = placer.index(a_reader(), first, ranges, 7, call_args)
+    index = np.asarray(index)
+    np.testing.assert_array_equal(np.asarray(placed.numbers), call_args)
     assert index.shape == (2, 7, BATCH)
     assert index.dtype == np.int32
     for rank, share in enumerate(ranges):

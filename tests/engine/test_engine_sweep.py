@@ -14,7 +14,7 @@ from elche_jax.data.reader import open_epoch
 from elche_jax.data.source import ArraySource
 from elche_jax.data.split import piece_lengths, split_window
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.fetch import CallArgs, Pieces, Rows
+from elche_jax.engine.fetch import Rows
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.place import Placer
 from elche_jax.engine.replicas import replicate
@@ -53,17 +53,17 @@ class Setup:
 
     def calls(self, counts, capacity, first=0):
         for number, ranges in enumerate(split_window(counts, capacity)):
-            if self.data is None:
-                spec = microbatch_shapes(self.source, BATCH)
-                pieces = self.placer.pieces(self.reader, first, ranges, capacity, spec)
-                payload = Pieces(pieces)
-            else:
-                index = self.placer.index(self.reader, first, ranges, capacity)
-                payload = Rows(self.data, index)
+            place = self.reader, first, ranges, capacity
             call_args = self.placer.call_args(
                 ranges, first, number == 0, self.reader.partial, (0, 0)
             )
-            yield Call(payload, CallArgs(call_args), ranges)
+            if self.data is None:
+                spec = microbatch_shapes(self.source, BATCH)
+                payload, placed = self.placer.pieces(*place, spec, call_args)
+            else:
+                index, placed = self.placer.index(*place, call_args)
+                payload = Rows(self.data, index)
+            yield Call(payload, placed, ranges)
 
     def run(self, counts, capacity, first=0):
         """Results and tokens of a window's calls, on the host."""

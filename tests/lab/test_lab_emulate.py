@@ -376,7 +376,7 @@ def sums_of(hook, world_size, counts):
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     ranges = [Range(*share) for share in zip(starts, counts, strict=True)]
     placer = Placer(lanes_of(devices))
-    call_args = CallArgs(placer.call_args(ranges, 0, True, None, (0, 0)))
+    call_args = CallArgs(placer.rows(placer.call_args(ranges, 0, True, None, (0, 0))))
     args = (state, sums, pieces, call_args)
     (sums, _), _ = Mapped(program.accumulate, devices, donate=()).compile(*args)(*args)
     return jax.tree.map(np.asarray, sums)
