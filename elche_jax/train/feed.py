@@ -56,7 +56,8 @@ class Feed:
         cadence: Cadence[Any],
     ):
         self._plan, self._placer, self._runner = plan, placer, runner
-        self._resident, self._cadence = resident, cadence
+        self._resident, self._adaptive = resident, cadence.adaptive
+        self._largest_count = cadence.largest_count
         # one device: a single microbatch needs no loop, and windows seldom grow
         self._grows = not runner.fleet.alone
         shapes = jax.tree.leaves((plan.microbatch, resident))
@@ -135,13 +136,16 @@ class Feed:
         # a copy: an earlier loop may still read ahead, and add to the same set
         known = {c for c in self._capacities.copy() if c <= self._largest}
         if not known:
-            factor = ROOM if self._grows and self._cadence.adaptive else 1
+            factor = ROOM if self._grows and self._adaptive else 1
             # a recording knows its largest window: one capacity serves the whole replay
-            room = self._cadence.largest_count or factor * count
+            room = self._largest_count or factor * count
             first = min(capacity_for(room), self._largest)
             self._capacities.add(first)
             return first
-        ahead = min(capacity_for(int(count / APPROACH)), self._largest)
+        soon = int(count / APPROACH)
+        if self._largest_count is not None:
+            soon = max(count, min(soon, self._largest_count))
+        ahead = min(capacity_for(soon), self._largest)
         if self._grows and ahead > max(known):
             self._runner.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)

@@ -117,6 +117,19 @@ def test_a_larger_capacity_is_compiled_in_the_background(devices4):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+def test_a_recording_compiles_nothing_for_larger_windows_than_it_has(devices4):
+    """Six microbatches nearly fill the capacity of seven, but none has more."""
+    train = elche.build_train_step(
+        lambda params, batch, rng: (params["w"] * batch["x"]).mean(), optax.sgd(0.1),
+        devices=devices4[:2], cadence=elche.Replay([(6, 5)] * 3),
+    )  # fmt: skip
+    state = train.init({"w": np.ones(3, np.float32)})
+    run(train, state, {"x": np.ones((33, 3), np.float32)}, 1)
+    train._cache.wait()
+    report = train.report()
+    assert (report.compile_misses, report.compiled_ahead) == (2, 0)
+
+
 def test_the_persistent_compilation_cache_is_honoured(tmp_path, devices4):
     from jax.experimental.compilation_cache import compilation_cache
 
