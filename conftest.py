@@ -5,13 +5,16 @@ before the backend starts.
 """
 
 import gc
+import importlib
 import importlib.util
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -82,6 +85,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tries fewer examples in `make test`, where a test does not say how many."""
     quick = config.getoption("markexpr") == "not slow"
     hypothesis.settings.load_profile("quick" if quick else "elche")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Has the second of two workers import the files of tests from the last to the first.
+
+    In a new clone pytest rewrites the assertions of each file, for seconds in all, and the next
+    process reads what it wrote. Two workers that begin with the same file would both rewrite all.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER") != "gw1":
+        return
+    folders = [Path(arg) for arg in session.config.args if Path(arg).is_dir()]
+    files = {file.resolve() for folder in folders for file in folder.rglob("test_*.py")}
+    for file in sorted(files, reverse=True):
+        if str(file.parent) not in sys.path:  # as pytest will do
+            sys.path.insert(0, str(file.parent))
+        with suppress(Exception, pytest.skip.Exception):  # pytest tells of it
+            importlib.import_module(file.stem)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -6,11 +6,11 @@ The check is of the import *graph*, so that imports inside of functions count, t
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "elche_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 LONGEST = 500  # lines
 
 # Layer (a folder or file of the package): the layers it may import besides itself.
@@ -106,6 +106,12 @@ NO_JAX = (
 JAX = {"jax", "jaxlib", "flax", "optax"}
 
 
+@cache
+def trees():
+    """The source of each file; parsed by the worker that looks at it."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
 def name_of(path):
     return path.relative_to(PACKAGE).as_posix()
 
@@ -147,7 +153,7 @@ def names(tree):
 
 def test_imports_run_one_way():
     wrong = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         layer = layer_of(path)
         if layer == "__init__":
             allowed = set(BELOW) - {"lab", "cli", "__main__"}
@@ -160,7 +166,7 @@ def test_imports_run_one_way():
 
 
 def test_jax_stays_out_of_the_plain_layers():
-    plain = {path: tree for path, tree in TREES.items() if layer_of(path) in NO_JAX}
+    plain = {path: tree for path, tree in trees().items() if layer_of(path) in NO_JAX}
     assert {layer_of(path) for path in plain} == set(NO_JAX)
     top = {name_of(p): {name.split(".")[0] for name in imports(t)} for p, t in plain.items()}
     assert found({name: packages & JAX for name, packages in top.items()}) == {}
@@ -168,7 +174,7 @@ def test_jax_stays_out_of_the_plain_layers():
 
 def test_loading_needs_only_the_dependencies():
     wrong, allowed = {}, AT_IMPORT | {"elche_jax"} | set(sys.stdlib_module_names)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         top = {name.split(".")[0] for node in nodes for name in imports(node)}
         wrong[name_of(path)] = top - allowed - LATE.get(name_of(path), set())
@@ -189,7 +195,7 @@ def private(tree):
 
 
 def test_what_is_private_is_in_one_list():
-    used = {(name_of(path), name) for path, tree in TREES.items() for name in private(tree)}
+    used = {(name_of(path), name) for path, tree in trees().items() for name in private(tree)}
     assert used == set(PRIVATE)
 
 
@@ -229,7 +235,7 @@ def asks_for_one(node):
 
 
 def test_above_a_lane_nobody_asks_for_one_device():
-    above = {path: tree for path, tree in TREES.items() if layer_of(path) in ("train", "config")}
+    above = {path: tree for path, tree in trees().items() if layer_of(path) in ("train", "config")}
     found = {
         (name_of(path), function)
         for path, tree in above.items()
@@ -245,7 +251,7 @@ def test_files_stay_short():
 
 
 def test_one_file_names_pmap():
-    naming = [name_of(path) for path, tree in TREES.items() if "pmap" in names(tree)]
+    naming = [name_of(path) for path, tree in trees().items() if "pmap" in names(tree)]
     assert naming == ["engine/mapped.py"]
 
 

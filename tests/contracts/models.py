@@ -1,24 +1,31 @@
 """Real models and data of the contract tests."""
 
 from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import elche_jax as elche
 
 
 @cache
 def digits() -> dict[str, np.ndarray]:
-    """The 1797 handwritten digits, float32 images and int32 labels."""
-    found = load_digits()
+    """The 1797 handwritten digits, float32 images and int32 labels.
+
+    Read from the file of scikit-learn, as every worker would import it for a second.
+    """
+    sklearn = find_spec("sklearn")
+    assert sklearn is not None and sklearn.origin is not None
+    file = Path(sklearn.origin).parent / "datasets/data/digits.csv.gz"
+    rows = np.loadtxt(file, np.float32, delimiter=",")
     return {
-        "image": (found.images / 16.0).astype("float32")[..., None],
-        "label": found.target.astype("int32"),
+        "image": rows[:, :64].reshape(-1, 8, 8, 1) / 16,
+        "label": rows[:, 64].astype("int32"),
     }
 
 
