@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -95,12 +96,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """
     if os.environ.get("PYTEST_XDIST_WORKER") != "gw1":
         return
-    folders = [Path(arg) for arg in session.config.args if Path(arg).is_dir()]
-    files = {file.resolve() for folder in folders for file in folder.rglob("test_*.py")}
-    for file in sorted(files, reverse=True):
-        if str(file.parent) not in sys.path:  # as pytest will do
+    asked, ignored = (
+        [Path(each).resolve() for each in paths or ()]
+        for paths in (session.config.args, session.config.getoption("ignore"))
+    )
+    for file in sorted((Path(__file__).parent / "tests").rglob("test_*.py"), reverse=True):
+        if not any(map(file.is_relative_to, asked)) or any(map(file.is_relative_to, ignored)):
+            continue
+        if str(file.parent) not in sys.path:  # it imports its neighbours by their names
             sys.path.insert(0, str(file.parent))
-        with suppress(Exception, pytest.skip.Exception):  # pytest tells of it
+        with suppress(Exception, pytest.skip.Exception), warnings.catch_warnings():
+            warnings.simplefilter("error")  # as pytest will have it, which tells of what is wrong
             importlib.import_module(file.stem)
 
 

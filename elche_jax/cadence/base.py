@@ -246,7 +246,11 @@ class Cadence(ABC, Generic[S]):
 
     @property
     def largest_count(self) -> int | None:
-        """The largest count of any window, or ``None`` if it is not known in advance."""
+        """The largest count of any window, or ``None`` if it is not known in advance.
+
+        It is read once for each run. The first program is made for it, and no larger one is
+        compiled ahead.
+        """
         return None
 
     def for_kinds(self, kinds: Sequence[str]) -> "Cadence[S]":

@@ -108,7 +108,8 @@ class Placer:
             call_args: What `call_args` returned.
 
         Returns:
-            One pytree per length, leaves `(world_size, length, batch, ...)`; and the arguments.
+            The pieces, one for each length, leaves `(world_size, length, batch, ...)`; and the
+            arguments.
 
         Raises:
             ValueError: If a microbatch does not match `spec`.
@@ -125,7 +126,7 @@ class Placer:
             for length, start in own.items():
                 if length not in together:
                     apart[length, rank] = _read(reader, [first + start], length, spec)
-        placed, numbers = self.rows((together, call_args))
+        placed, args = self.rows((together, call_args))
         if apart:
             placed = placed | self._apart(apart, spec)
         found = tuple(
@@ -134,7 +135,7 @@ class Placer:
             else jax.tree.map(lambda leaf, n=length: self._blank(n, leaf).whole, spec)
             for length in lengths
         )
-        return Pieces(found), CallArgs(numbers)
+        return Pieces(found), CallArgs(args)
 
     def index(
         self, reader: IndexedReader, first: int, ranges: Sequence[Range], capacity: int,
@@ -150,8 +151,8 @@ class Placer:
         numbers = np.zeros((len(ranges), capacity, width), np.int32)
         for rank, share in enumerate(ranges):
             numbers[rank, : share.count] = reader.index(first + share.start, share.count)
-        numbers, placed = self.rows((numbers, call_args))
-        return numbers, CallArgs(placed)
+        placed, args = self.rows((numbers, call_args))
+        return placed, CallArgs(args)
 
     def call_args(
         self,

@@ -24,7 +24,8 @@ from elche_jax.train.spec import DataPlan
 PyTree = Any
 
 APPROACH = 0.75
-"""Fill level of the largest capacity at which the next one is compiled ahead."""
+"""Fill level of the largest capacity at which the next one is compiled ahead, unless the cadence's
+largest count is known and smaller."""
 
 # enough that finding the speeds compiles nothing
 ROOM = 4
@@ -109,12 +110,12 @@ class Feed:
             # one call after the other made the window 1.4 times as long
             for ranges in split_window(counts, capacity, ranks):
                 call_args = self._placer.call_args(ranges, first, not calls, reader.partial, totals)
-                payload, placed = self._placed(first, ranges, capacity, reader, call_args)
+                payload, placed = self._place(first, ranges, capacity, reader, call_args)
                 _ = payload.signature  # computed here and kept, to spare the loop's thread
                 calls.append(Call(payload, placed, ranges))
             return totals[1], tuple(calls)
 
-    def _placed(
+    def _place(
         self, first: int, ranges: Sequence[Range], capacity: int, reader: Reader,
         call_args: np.ndarray,
     ) -> tuple[Payload, CallArgs]:  # fmt: skip
@@ -142,9 +143,9 @@ class Feed:
             first = min(capacity_for(room), self._largest)
             self._capacities.add(first)
             return first
-        soon = int(count / APPROACH)
-        if self._largest_count is not None:
-            soon = max(count, min(soon, self._largest_count))
+        soon, most = int(count / APPROACH), self._largest_count
+        if most is not None and count <= most:
+            soon = min(soon, most)
         ahead = min(capacity_for(soon), self._largest)
         if self._grows and ahead > max(known):
             self._runner.prepare(self._payload_shape(ahead))

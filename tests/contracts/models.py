@@ -17,7 +17,7 @@ import elche_jax as elche
 def digits() -> dict[str, np.ndarray]:
     """The 1797 handwritten digits, float32 images and int32 labels.
 
-    Read from the file of scikit-learn, as every worker would import it for a second.
+    Read from scikit-learn's file: importing it would take every worker a second.
     """
     sklearn = find_spec("sklearn")
     assert sklearn is not None and sklearn.origin is not None
