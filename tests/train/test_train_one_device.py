@@ -81,6 +81,14 @@ def test_a_guard_against_implicit_transfers(world, placement):
     for _ in range(2):  # the second one is not measured
         with jax.transfer_guard_host_to_device("disallow"):
             assert evaluate(params, DATA, 4)["x"] == pytest.approx(want, rel=1e-6)
+    jax.config.update("jax_transfer_guard_host_to_device", "disallow")  # in all threads
+    try:
+        with train.windows(DATA, 4, placement=placement) as windows:
+            for window in windows:
+                state, metrics = train(state, window)
+    finally:
+        jax.config.update("jax_transfer_guard_host_to_device", None)
+    assert np.isfinite(float(metrics["loss"]))
     with (
         jax.transfer_guard_host_to_device("disallow"),
         pytest.raises(jax.errors.JaxRuntimeError, match="Disall"),
