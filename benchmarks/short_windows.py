@@ -27,7 +27,7 @@ import elche_jax as elche
 
 BATCH = 8
 TURNS, TURN_S = 7, 1.0
-PATIENCE_S = 120
+PATIENCE_S = 120  # for a program that is compiled in the background
 LEAST = {50: 0.98}
 """Required share of the hand-written step, by the length of a window in ms."""
 
@@ -71,7 +71,7 @@ def shares(ms: float) -> tuple[int, float, float]:
     ours = Loop(train, params, data, BATCH, placement="stream")
     ours.warm(20)
     begun = time.perf_counter()
-    # from then on most windows are one program, see docs/design/0018, which is compiled meanwhile
+    # from then on most windows are one program, which is compiled meanwhile (docs/design/0018)
     while not train.report().compiled_ahead:
         if time.perf_counter() - begun > PATIENCE_S:
             raise SystemExit(f"the program of a window is not there after {PATIENCE_S} s")

@@ -25,7 +25,7 @@ PyTree = Any
 
 APPROACH = 0.75
 """Fill level of the largest capacity at which the next one is compiled ahead, unless the cadence's
-largest count is known and smaller."""
+largest count is known and fits."""
 
 # enough that finding the speeds compiles nothing
 ROOM = 4
