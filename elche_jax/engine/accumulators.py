@@ -1,5 +1,6 @@
 """The devices' sums over microbatches, which stay on the devices between windows."""
 
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,9 +20,6 @@ PyTree = Any
 class Accumulators:
     """Owns the carries that the programs of windows pass from call to call.
 
-    Attributes:
-        shapes: Shapes of the stacked carries.
-
     Args:
         program: The computation of one device.
         fleet: The devices.
@@ -29,11 +27,18 @@ class Accumulators:
     """
 
     def __init__(self, program: CollectiveProgram, fleet: Fleet, one: TrainState):
-        self._program, self._fleet = program, fleet
-        self._shape = jax.eval_shape(program.zeros, one)
-        self.shapes = stacked(self._shape, fleet.world_size)
+        self._program, self._fleet, self._one = program, fleet, one
         self._kept: PyTree = None
         self._unreported: PyTree = None
+
+    @cached_property
+    def _shape(self) -> PyTree:  # tracing takes a while, and whole windows need no carry
+        return jax.eval_shape(self._program.zeros, self._one)
+
+    @cached_property
+    def shapes(self) -> PyTree:
+        """Shapes of the stacked carries."""
+        return stacked(self._shape, self._fleet.world_size)
 
     def take(self) -> PyTree:
         """Return the carries to donate; a call that fails leaves none behind."""

@@ -298,6 +298,40 @@ class Plan:
         return len(self._shapes) - 1
 
 
+def bundled(arrays: Sequence[Any]) -> Any:
+    """Return arrays of one shape and dtype as the rows of a bundle."""
+    shape = arrays[0].shape
+    if not shape:
+        arrays = [jax.lax.expand_dims(array, (0,)) for array in arrays]
+    # along the axis they have: one more axis would be one more operation for each
+    return jax.lax.concatenate(arrays, 0).reshape(len(arrays), *shape)
+
+
+def rows_of(bundle: Any, starts: Sequence[Any]) -> list[Any]:
+    """Return the rows of a bundle, invert `bundled`.
+
+    Args:
+        bundle: The bundle.
+        starts: For each row `i`, the number `i * row_length(bundle)`.
+    """
+    length, (count, *shape) = row_length(bundle), bundle.shape
+    joined = bundle.reshape(count * length, *shape[1:])
+    rest = [np.int32(0)] * (joined.ndim - 1)
+    rows = [
+        # the default would wrap negative indices, by three more operations for each
+        jax.lax.dynamic_slice(
+            joined, (start, *rest), (length, *shape[1:]), allow_negative_indices=False
+        )
+        for start in starts
+    ]
+    return rows if shape else [row.reshape(()) for row in rows]
+
+
+def row_length(bundle: Any) -> int:
+    """Return the length of a row on its first axis, 1 if it has none."""
+    return bundle.shape[1] if bundle.ndim > 1 else 1
+
+
 def take(bundle: Any, at: int | tuple[int, ...]) -> Any:
     """Return a row of a bundle, or several."""
     if isinstance(at, int):

@@ -13,7 +13,6 @@ from copy import copy
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -219,7 +218,7 @@ def _on_one(fn: PerDevice) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
         own: Any = jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), args)
         stacked, shared = fn(*own)
-        return jax.tree.map(lambda x: jax.lax.expand_dims(jnp.asarray(x), (0,)), stacked), shared
+        return jax.tree.map(lambda leaf: jax.lax.expand_dims(leaf, (0,)), stacked), shared
 
     return on_one
 

@@ -8,9 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from elche_jax.engine.bundles import FEWEST, Operand, Plan, Row, is_small, take
+from elche_jax.engine.bundles import (
+    FEWEST,
+    Operand,
+    Plan,
+    Row,
+    bundled,
+    is_small,
+    row_length,
+    rows_of,
+    take,
+)
 from elche_jax.engine.choice import chosen
-from elche_jax.engine.exchange import Packed, row_of
+from elche_jax.engine.exchange import Packed
 from elche_jax.engine.jaxprs import repeats_cheaply
 
 PyTree = Any
@@ -19,6 +29,10 @@ Update = Callable[..., tuple[PyTree, PyTree]]
 Judge = Callable[[PyTree], tuple[Any, PyTree]]
 """`judge(other results) -> (flag, verdict)`; the results may be in any order, as rows of larger
 arrays, and missing if the flag is not set whatever they are."""
+
+Starts = dict[int, list[Any]]
+"""Where the first, second, ... row of a bundle starts on the rows' joined first axis, by the length
+of a row on it; values of the program."""
 
 IN_PLACE = 1 << 23
 """Bytes of a state from which an update is repeated in place, if that is cheap. A smaller one stays
@@ -116,8 +130,7 @@ class TentativeUpdate:
 
         def bundle_of(members: tuple[int, ...]) -> Any:
             if members not in bundles:
-                rows = [jax.lax.expand_dims(args[i], (0,)) for i in members]
-                bundles[members] = jax.lax.concatenate(rows, 0)
+                bundles[members] = bundled([args[i] for i in members])
             return bundles[members]
 
         given = {members: bundle_of(members) for members in plan.bundled}
@@ -125,21 +138,19 @@ class TentativeUpdate:
         old = [bundle_of(tuple(first + i for i in members)) for members in order.bundles]
         old += [leaves[i] for i in order.singles]
 
-        def numbers() -> list[Any]:
-            # results of a branch: rows at constant places are not alike, and need a kernel each
-            return [jax.lax.full((), at, jnp.int32) for at in range(order.most)]
-
-        def apply(old: list[Any]) -> tuple[list[Any], PyTree, list[Any]]:
+        def apply(old: list[Any]) -> tuple[list[Any], PyTree, Starts]:
             results = plan.run(args, given)
             seen = Arrangement(plan.results[len(leaves) :]).arranged(results[len(leaves) :])
             flag, verdict = judge(seen)
-            return chosen(flag, order.arranged(results[: len(leaves)]), old), verdict, numbers()
+            new = chosen(flag, order.arranged(results[: len(leaves)]), old)
+            return new, verdict, order.starts(new)
 
-        def keep(old: list[Any]) -> tuple[list[Any], PyTree, list[Any]]:
-            return old, judge([])[1], numbers()
+        def keep(old: list[Any]) -> tuple[list[Any], PyTree, Starts]:
+            return old, judge([])[1], order.starts(old)
 
-        made, verdict, places = jax.lax.cond(precondition, apply, keep, old)
-        return structure.unflatten(order.leaves(made, places)), verdict
+        # results of a branch: rows at constant places are not alike, and need a kernel each
+        made, verdict, starts = jax.lax.cond(precondition, apply, keep, old)
+        return structure.unflatten(order.leaves(made, starts)), verdict
 
 
 class Arrangement:
@@ -161,11 +172,6 @@ class Arrangement:
         self.bundles = list(map(tuple, rows.values()))
         self.singles = [i for i, result in enumerate(results) if not isinstance(result, Row)]
 
-    @property
-    def most(self) -> int:
-        """Number of results of the largest bundle."""
-        return max(map(len, self.bundles), default=0)
-
     def arranged(self, results: Sequence[Any]) -> list[Any]:
         """Return the bundles, with their results as rows, and the single results."""
         bundles = [
@@ -174,15 +180,23 @@ class Arrangement:
         ]
         return [*bundles, *(jnp.asarray(results[i]) for i in self.singles)]
 
-    def leaves(self, arranged: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        """Return the results one by one, invert `arranged`; `numbers[i]` is `i`."""
-        single = dict(zip(self.singles, arranged[len(self.bundles) :], strict=True))
-        rows = {
-            position: row_of(bundle, number)
-            for members, bundle in zip(self.bundles, arranged, strict=False)
-            for position, number in zip(members, numbers, strict=False)
+    def starts(self, arranged: Sequence[Any]) -> Starts:
+        """Return where the rows of the bundles start, for `leaves`."""
+        most: dict[int, int] = defaultdict(int)  # rows, by their length
+        for members, bundle in zip(self.bundles, arranged, strict=False):
+            most[row_length(bundle)] = max(most[row_length(bundle)], len(members))
+        return {
+            length: [jax.lax.full((), length * at, jnp.int32) for at in range(count)]
+            for length, count in most.items()
         }
-        return [made for _, made in sorted((single | rows).items())]
+
+    def leaves(self, arranged: Sequence[Any], starts: Starts) -> list[Any]:
+        """Return the results one by one, invert `arranged`."""
+        found = dict(zip(self.singles, arranged[len(self.bundles) :], strict=True))
+        for members, bundle in zip(self.bundles, arranged, strict=False):
+            rows = rows_of(bundle, starts[row_length(bundle)][: len(members)])
+            found.update(zip(members, rows, strict=True))
+        return [found[position] for position in range(len(found))]
 
 
 def _is_large(state: PyTree) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from marks import slow
 
-from elche_jax.engine.bundles import FEWEST, JOIN_BELOW, Plan
+from elche_jax.engine.bundles import FEWEST, JOIN_BELOW, Plan, bundled, row_length, rows_of
 
 SHAPES = {"w": (3, 2), "b": (2,)}
 
@@ -198,6 +198,19 @@ def test_rows_may_be_read_in_any_order_and_more_than_once():
     for mine, theirs in zip(run(plan, args), mixed(*args), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert sum(step.joined for step in plan.steps) == 2
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (3,), (2, 3), (0, 2), (2, 0), (2, 3, 4)], ids=str
+)
+def test_arrays_fill_a_bundle_and_are_taken_out_of_it(shape):
+    arrays = [row.astype("float32") for row in np.random.default_rng(0).normal(size=(5, *shape))]
+    bundle = jax.jit(bundled)(arrays)
+    np.testing.assert_array_equal(bundle, np.stack(arrays), strict=True)
+
+    starts = [np.int32(row_length(bundle) * at) for at in (3, 0, 4)]
+    for row, at in zip(jax.jit(rows_of)(bundle, starts), (3, 0, 4), strict=True):
+        np.testing.assert_array_equal(row, arrays[at], strict=True)
 
 
 def test_an_argument_may_be_a_result_and_a_constant_an_operand():
