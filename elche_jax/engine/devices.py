@@ -100,6 +100,16 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
     return chosen
 
 
+def one_reader(device: jax.Device) -> bool:
+    """Return whether two threads must not read one array of a device at once.
+
+    XLA counts the readers of an array on the CPU of a plugin without a lock: two that begin at the
+    same moment end the process. JAX's own CPU client takes several, and what is on an accelerator
+    is copied to be read.
+    """
+    return device.platform == "cpu" and device.client is not backends().get("cpu")
+
+
 LaneChoice = Sequence[Sequence[int]] | Callable[[jax.Device], Hashable]
 """The user's lanes: ranks by lane, or a function of a device whose result names its lane."""
 

@@ -17,6 +17,7 @@ from elche_jax._waiting import interruptible
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.devices import one_reader
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
 from elche_jax.engine.runner import Launch
@@ -91,6 +92,7 @@ class Pipeline(TakeOver[R]):
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
         self._remote = len(on_host) < len(lanes)
+        self._one_reader = any(map(one_reader, feed.fleet.devices))
         # without a synchronisation devices end at different times, but the CPU runtime starts
         # a program on all devices of a lane at once
         self._lockstep = [] if self.combines else on_host

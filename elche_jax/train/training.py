@@ -91,8 +91,11 @@ class Training(Pipeline[WindowRunner]):
                 flight.sums = self._checksums(state, window.index)
             # if windows are pending, the metrics are those of an earlier one
             flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
+            metrics = dict(flight.metrics)  # a copy: the watcher thread reads the original
+            if self._one_reader:
+                metrics = jax.tree.map(lambda array: array.copy(), metrics)
         self._plans.append(flight.plan)
-        return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
+        return state, metrics
 
     def _checksums(self, state: TrainState, window: int) -> StackedArray | None:
         """Launch checksums of the replicas after a window if they are due; do not wait for them.
