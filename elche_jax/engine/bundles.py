@@ -308,11 +308,11 @@ def bundled(arrays: Sequence[Any]) -> Any:
 
 
 def rows_of(bundle: Any, starts: Sequence[Any]) -> list[Any]:
-    """Return the rows of a bundle, invert `bundled`.
+    """Return rows of a bundle at places that the program computes, invert `bundled`.
 
     Args:
-        bundle: The bundle.
-        starts: For each row `i`, the number `i * row_length(bundle)`.
+        bundle: The bundle, `(count, ...)`.
+        starts: For each wanted row `i`, the number `i * row_length(bundle)`, int32.
     """
     length, (count, *shape) = row_length(bundle), bundle.shape
     joined = bundle.reshape(count * length, *shape[1:])
@@ -333,7 +333,7 @@ def row_length(bundle: Any) -> int:
 
 
 def take(bundle: Any, at: int | tuple[int, ...]) -> Any:
-    """Return a row of a bundle, or several."""
+    """Return a row of a bundle, or several, at known places."""
     if isinstance(at, int):
         return jax.lax.index_in_dim(bundle, at, keepdims=False)
     return bundle if at == tuple(range(len(bundle))) else bundle[np.array(at)]

@@ -92,8 +92,8 @@ class Training(Pipeline[WindowRunner]):
             # if windows are pending, the metrics are those of an earlier one
             flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
             metrics = dict(flight.metrics)  # a copy: the watcher thread reads the original
-            if self._one_reader:
-                metrics = jax.tree.map(lambda array: array.copy(), metrics)
+            if self._one_reader:  # its arrays, too
+                metrics = {name: array.copy() for name, array in metrics.items()}
         self._plans.append(flight.plan)
         return state, metrics
 
