@@ -7,6 +7,8 @@ from collections import defaultdict
 class Held:
     """An emulation in which `(window, rank)` is done only when it was let go.
 
+    A device without work is done at once.
+
     Args:
         held: Those that wait; all others are done at once.
     """
@@ -29,7 +31,7 @@ class Held:
 
     def _seconds(self, window, rank, count):
         self.reached[window, rank].set()
-        if (window, rank) in self._held:
+        if count and (window, rank) in self._held:
             assert self._gates[window, rank].wait(60)
         return 0.0
 
