@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from elche_jax.engine.entries import current_entries
 from elche_jax.engine.jaxprs import CALLS, JOINABLE, called
 
 JOIN_BELOW = 8 * 2**10
@@ -300,6 +301,10 @@ class Plan:
 
 def bundled(arrays: Sequence[Any]) -> Any:
     """Return arrays of one shape and dtype as the rows of a bundle."""
+    entries = current_entries()
+    stacked = [] if entries is None else list(map(entries.stacked, arrays))
+    if stacked and all(array is not None for array in stacked):
+        return jax.lax.concatenate(stacked, 0)
     shape = arrays[0].shape
     if not shape:
         arrays = [jax.lax.expand_dims(array, (0,)) for array in arrays]
@@ -315,16 +320,21 @@ def rows_of(bundle: Any, starts: Sequence[Any]) -> list[Any]:
         starts: For each wanted row `i`, the number `i * row_length(bundle)`, int32.
     """
     length, (count, *shape) = row_length(bundle), bundle.shape
-    joined = bundle.reshape(count * length, *shape[1:])
-    rest = [np.int32(0)] * (joined.ndim - 1)
-    rows = [
+    rows = slices_of(bundle.reshape(count * length, *shape[1:]), starts, length)
+    return rows if shape else [row.reshape(()) for row in rows]
+
+
+def slices_of(array: Any, starts: Sequence[Any], length: int) -> list[Any]:
+    """Return slices of the first axis, of this length, at places that the program computes."""
+    shape = length, *array.shape[1:]
+    # a slice is as long as the other axes, so that any place there is moved to 0; a number would
+    # be a constant of its own for every slice
+    rest = [starts[0]] * (array.ndim - 1)
+    return [
         # the default would wrap negative indices, by three more operations for each
-        jax.lax.dynamic_slice(
-            joined, (start, *rest), (length, *shape[1:]), allow_negative_indices=False
-        )
+        jax.lax.dynamic_slice(array, (start, *rest), shape, allow_negative_indices=False)
         for start in starts
     ]
-    return rows if shape else [row.reshape(()) for row in rows]
 
 
 def row_length(bundle: Any) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from elche_jax._log import logger
 from elche_jax._turns import TURNS
+from elche_jax.engine.entries import traced_entries
 from elche_jax.engine.shapes import shapes_of
 
 PyTree = Any
@@ -216,9 +217,10 @@ def _over_mesh(fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, 
 
 def _on_one(fn: PerDevice) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
-        own: Any = jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), args)
-        stacked, shared = fn(*own)
-        return jax.tree.map(lambda leaf: jax.lax.expand_dims(leaf, (0,)), stacked), shared
+        with traced_entries() as entries:
+            own: Any = jax.tree.map(entries.take, args)
+            stacked, shared = fn(*own)
+            return jax.tree.map(entries.stack, stacked), shared
 
     return on_one
 

@@ -17,9 +17,11 @@ from elche_jax.engine.bundles import (
     is_small,
     row_length,
     rows_of,
+    slices_of,
     take,
 )
 from elche_jax.engine.choice import chosen
+from elche_jax.engine.entries import current_entries
 from elche_jax.engine.exchange import Packed
 from elche_jax.engine.jaxprs import repeats_cheaply
 
@@ -31,8 +33,8 @@ Judge = Callable[[PyTree], tuple[Any, PyTree]]
 arrays, and missing if the flag is not set whatever they are."""
 
 Starts = dict[int, list[Any]]
-"""Where the first, second, ... row of a bundle starts on the rows' joined first axis, by the length
-of a row on it; values of the program."""
+"""Where the first, second, ... row of a bundle starts on an axis, by the length of a row on it;
+values of the program."""
 
 IN_PLACE = 1 << 23
 """Bytes of a state from which an update is repeated in place, if that is cheap. A smaller one stays
@@ -156,6 +158,9 @@ class TentativeUpdate:
 class Arrangement:
     """The order of results that a `Plan` computes: first bundles, then single ones.
 
+    Rows start on their joined first axis, or on the bundle's own where they are taken as entries
+    of stacked arrays.
+
     Args:
         results: The results.
 
@@ -171,6 +176,7 @@ class Arrangement:
                 rows[result.bundle].append(position)
         self.bundles = list(map(tuple, rows.values()))
         self.singles = [i for i, result in enumerate(results) if not isinstance(result, Row)]
+        self._entries = current_entries()
 
     def arranged(self, results: Sequence[Any]) -> list[Any]:
         """Return the bundles, with their results as rows, and the single results."""
@@ -184,7 +190,7 @@ class Arrangement:
         """Return where the rows of the bundles start, for `leaves`."""
         most: dict[int, int] = defaultdict(int)  # rows, by their length
         for members, bundle in zip(self.bundles, arranged, strict=False):
-            most[row_length(bundle)] = max(most[row_length(bundle)], len(members))
+            most[self._length(bundle)] = max(most[self._length(bundle)], len(members))
         return {
             length: [jax.lax.full((), length * at, jnp.int32) for at in range(count)]
             for length, count in most.items()
@@ -194,9 +200,17 @@ class Arrangement:
         """Return the results one by one, invert `arranged`."""
         found = dict(zip(self.singles, arranged[len(self.bundles) :], strict=True))
         for members, bundle in zip(self.bundles, arranged, strict=False):
-            rows = rows_of(bundle, starts[row_length(bundle)][: len(members)])
+            rows = self._rows(bundle, starts[self._length(bundle)][: len(members)])
             found.update(zip(members, rows, strict=True))
         return [found[position] for position in range(len(found))]
+
+    def _length(self, bundle: Any) -> int:
+        return row_length(bundle) if self._entries is None else 1
+
+    def _rows(self, bundle: Any, starts: Sequence[Any]) -> list[Any]:
+        if self._entries is None:
+            return rows_of(bundle, starts)
+        return list(map(self._entries.take, slices_of(bundle, starts, 1)))
 
 
 def _is_large(state: PyTree) -> bool:

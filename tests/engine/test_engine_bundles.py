@@ -213,6 +213,13 @@ def test_arrays_fill_a_bundle_and_are_taken_out_of_it(shape):
         np.testing.assert_array_equal(row, arrays[at], strict=True)
 
 
+def test_rows_take_no_constants():
+    """Of a program with hundreds of rows every second operation would be one."""
+    bundle, starts = np.ones((4, 2, 3, 5), "float32"), [np.int32(2 * at) for at in range(4)]
+    text = jax.jit(rows_of).lower(bundle, starts).as_text()
+    assert text.count("stablehlo.dynamic_slice") == 4 and "stablehlo.constant" not in text
+
+
 def test_an_argument_may_be_a_result_and_a_constant_an_operand():
     table = jnp.arange(4, dtype="float32")
 

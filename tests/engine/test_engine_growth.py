@@ -27,14 +27,14 @@ def loss_fn(params, batch, rng):
     return jnp.mean(sum(jnp.tanh(batch["x"] * p) for p in params) ** 2)
 
 
-def ends(monkeypatch, arrays, world=2, **options):
-    """The optimized program that ends a window, as text."""
+def ends(monkeypatch, arrays, stage="optimized", world=2, **options):
+    """The program that ends a window, as text."""
     texts = []
     lower = Mapped.lower
 
     def record(self, *args):
         lowered = lower(self, *args)
-        texts.append(lowered.compile().as_text())
+        texts.append((lowered.compile() if stage == "optimized" else lowered).as_text())
         return lowered
 
     with monkeypatch.context() as patch:
@@ -66,6 +66,12 @@ def test_on_one_device_arrays_of_a_shape_are_updated_by_one_kernel(monkeypatch):
     few, many = (ends(monkeypatch, arrays, world=1) for arrays in (4, 9))
     assert len(kernels(many)) <= len(kernels(few)) + 6
     assert few.count(" sqrt(") == many.count(" sqrt(") == 1  # by hand it is one for each array
+
+
+def test_on_one_device_moments_are_neither_taken_out_nor_stacked(monkeypatch):
+    few, many = (ends(monkeypatch, arrays, "as lowered", world=1) for arrays in (4, 9))
+    # a parameter is taken out for the loss, and its gradient is put into the buffer of all
+    assert many.count("stablehlo.reshape") - few.count("stablehlo.reshape") <= 2 * 5
 
 
 def kernels(text):

@@ -9,12 +9,14 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import ClosedJaxpr
+from marks import slow
 
 from elche_jax.engine import tentative
 from elche_jax.engine.bundles import FEWEST
 from elche_jax.engine.choice import computed_once
 from elche_jax.engine.exchange import Packed, Packing
 from elche_jax.engine.finite import all_finite
+from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.tentative import TentativeUpdate, plan_of
 
 ADAM = optax.adam(0.1)
@@ -51,6 +53,18 @@ def adam(then=lambda updates: updates, below=1 << 10):
     return step
 
 
+def mapped(step):
+    """Runs a step with an axis of devices, of which there is one."""
+
+    def stacked(*args):
+        (state, said), _ = Mapped(lambda *own: (step(*own), None), jax.devices()[:1])(
+            *jax.tree.map(lambda x: jnp.asarray(x)[None], args)
+        )
+        return jax.tree.map(lambda x: x[0], state), said[0]
+
+    return stacked
+
+
 def begin(width, names):
     rng = np.random.default_rng(0)
     params = {name: jnp.array(rng.normal(size=(width, width)), "float32") for name in names}
@@ -58,17 +72,23 @@ def begin(width, names):
 
 
 @pytest.mark.parametrize(
-    ("size", "below"),  # each gradient in a buffer of its own, or all in one
-    [("small", 0), ("alike", 0), ("alike", 1 << 10), ("large", 0)],
+    ("size", "below", "run"),  # each gradient in a buffer of its own, or all in one
+    [
+        ("small", 0, jax.jit),
+        ("alike", 0, jax.jit),
+        slow("alike", 1 << 10, jax.jit),
+        ("alike", 1 << 10, mapped),
+        ("large", 0, jax.jit),
+    ],
 )
 @pytest.mark.parametrize("good", [True, False])
-def test_it_is_applied_as_a_whole_or_not_at_all(size, good, below):
+def test_it_is_applied_as_a_whole_or_not_at_all(size, below, run, good):
     state, grads = begin(*SIZES[size])
     taken = sum(x.nbytes for x in jax.tree.leaves(state))
     assert (taken >= tentative.IN_PLACE) == (size == "large")
     # the second array only: the first one's update is finite, and must not be applied either
     spoilt = grads if good else grads | {"b": grads["b"].at[3, 3].set(jnp.inf)}
-    found, said = jax.jit(adam(below=below))(state, spoilt)
+    found, said = run(adam(below=below))(state, spoilt)
     assert bool(said) == good
     updates, opt_state = jax.jit(ADAM.update)(grads, state[1], state[0])
     expected = (optax.apply_updates(state[0], updates), opt_state) if good else state
@@ -115,7 +135,8 @@ def test_there_is_no_plan_of_few_arrays_of_large_ones_and_of_side_effects():
     assert not planned(told, 8, "abcd")
 
 
-def test_results_keep_their_places():
+@pytest.mark.parametrize("run", [jax.jit, mapped])
+def test_results_keep_their_places(run):
     """Arrays of two shapes; results in another order than what they are made of, some of them
     arguments or constants; other dtypes."""
 
@@ -156,13 +177,13 @@ def test_results_keep_their_places():
         )
 
     want, seen = jax.jit(update)(grads, state)
-    found, told = jax.jit(step)(state, grads, True)
+    found, told = run(step)(state, grads, True)
     assert jax.tree.structure(found) == jax.tree.structure(want)
     for mine, theirs in zip(*map(jax.tree.leaves, (found, want)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
         assert mine.dtype == theirs.dtype
     np.testing.assert_allclose(told, sum(x.sum() for x in seen), rtol=1e-5)
-    kept, _ = jax.jit(step)(state, grads, False)
+    kept, _ = run(step)(state, grads, False)
     for mine, theirs in zip(*map(jax.tree.leaves, (kept, state)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
