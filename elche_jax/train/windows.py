@@ -105,9 +105,11 @@ class Windows(Iterator[Window]):
         """
         self._stop.set()
         PROCESSES.loop_closes(self)
-        if self._prefetch is not None:
-            self._prefetch.close()
-        self._finish()
+        try:
+            if self._prefetch is not None:
+                self._prefetch.close()
+        finally:
+            self._finish()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

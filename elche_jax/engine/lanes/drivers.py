@@ -9,6 +9,7 @@ donated buffers only once it may run. Neither must delay another lane.
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -47,9 +48,10 @@ class Drivers:
         return _put(self._agreeing, 0, call)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
-        for threads in (self._dispatching, self._moving, self._agreeing):
-            threads.close()
+        """End the threads, all of them also if a Ctrl-C ends the wait for some. Idempotent."""
+        with ExitStack() as stack:
+            for threads in (self._agreeing, self._moving, self._dispatching):  # the last one first
+                stack.callback(threads.close)
 
 
 class LanesClock(Stopwatch):
@@ -73,8 +75,10 @@ class LanesClock(Stopwatch):
     def close(self) -> None:
         """End the threads; a window that is still running is not measured. Idempotent."""
         self.release()  # a lane's thread may wait for times
-        self.drivers.close()
-        super().close()
+        try:
+            self.drivers.close()
+        finally:
+            super().close()
 
 
 def _put(threads: DeviceThreads, lane: int, call: Callable[[], T]) -> "Future[T]":
