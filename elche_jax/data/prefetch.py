@@ -105,8 +105,10 @@ def _close(thread: BackgroundThread, channel: _Channel, wake: Callable[[], None]
     channel.stop.set()
     wake()
     channel.room.put(None)
-    # the last reference may be dropped in the thread itself, which cannot wait for itself
-    if thread.running and thread is not threading.current_thread():
-        # a process that ends during a transfer would crash
-        wait_for_end(thread, PATIENCE_S, EXIT_S)
-    channel.ready.put((None, StopIteration()))  # releases a loop that waits for an item
+    try:
+        # the last reference may be dropped in the thread itself, which cannot wait for itself
+        if thread.running and thread is not threading.current_thread():
+            # a process that ends during a transfer would crash
+            wait_for_end(thread, PATIENCE_S, EXIT_S)
+    finally:
+        channel.ready.put((None, StopIteration()))  # releases a loop that waits for an item

@@ -15,7 +15,16 @@ import jax
 
 
 class Entries:
-    """The entries of stacked arrays, leaves `(1, ...)`, of a program that is being traced."""
+    """The entries of stacked arrays, leaves `(1, ...)`, of a program that is being traced.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from elche_jax.engine.entries import Entries
+        >>> entries, stacked = Entries(), jnp.ones((1, 3))
+        >>> entry = entries.take(stacked)
+        >>> entry.shape, entries.stack(entry) is stacked, entries.stack(entry + 1).shape
+        ((3,), True, (1, 3))
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}  # by identity: an entry, and it stacked

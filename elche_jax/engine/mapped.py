@@ -3,6 +3,7 @@
 Every array of a group is *stacked*: it has a leading axis with one entry per device, each
 entry on its device. With one device the program is a plain `jit` that strips this axis inside;
 that is only a reshape, but it may keep XLA from reusing the buffer of a donated argument.
+`entries.py` has what code inside need not strip.
 """
 
 import sys

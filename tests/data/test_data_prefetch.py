@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -202,7 +203,8 @@ def test_dropping_it_in_its_own_thread_ends_the_thread():
     assert dropped() is None
 
 
-def test_a_loop_that_waits_for_an_item_is_released_by_close():
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_loop_that_waits_for_an_item_is_released_by_close(interrupted, monkeypatch):
     def make(stop):
         stop.wait()
         return
@@ -210,9 +212,15 @@ def test_a_loop_that_waits_for_an_item_is_released_by_close():
 
     prefetch = Prefetch(make, nothing)
     got = []
-    loop = threading.Thread(target=lambda: got.append(next(prefetch, "over")))
+    loop = threading.Thread(target=lambda: got.append(next(prefetch, "over")), daemon=True)
     loop.start()
-    prefetch.close()
+    if interrupted:  # by a Ctrl-C, while it waits for the thread
+        wait = mock.Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr("elche_jax.data.prefetch.wait_for_end", wait)
+        with pytest.raises(KeyboardInterrupt):
+            prefetch.close()
+    else:
+        prefetch.close()
     loop.join(GIVE_UP)
     assert got == ["over"]
 
