@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import dtypes
 from numpy.typing import NDArray
 
 from elche_jax.data.convert import (
@@ -44,7 +45,8 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
 
     Raises:
         TypeError: If the keys of a dict cannot be sorted.
-        ValueError: If the examples differ in structure, or a leaf in shape or dtype.
+        ValueError: If the examples differ in structure, or a leaf in shape or dtype. Dtypes that
+            JAX takes for the same, as it does without 64 bits, do not differ.
     """
     rows: list[np.ndarray] = []
     structure: Any = None
@@ -61,17 +63,26 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
                 f"data: every example must have the same structure ({structure}), "
                 f"example {number} has {found}."
             )
-        for row, leaf in zip(rows, leaves, strict=True):
-            if leaf.shape != row.shape[1:] or leaf.dtype != row.dtype:
+        for at, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
+            if leaf.shape != row.shape[1:] or not _same_in_jax(leaf.dtype, row.dtype):
                 raise ValueError(
                     f"data: every example must have the same shape and dtype "
                     f"({row.shape[1:]}, {row.dtype}), example {number} has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )
+            if leaf.dtype.itemsize > row.dtype.itemsize:  # whoever places it checks that it fits
+                rows[at] = row = row.astype(leaf.dtype)
             row[position] = leaf
         if position % HAND_OVER == 0:
             time.sleep(0)
     return jax.tree.unflatten(structure, rows)
+
+
+def _same_in_jax(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Return whether JAX makes the same dtype of two."""
+    if one == other or one.kind != other.kind or one.kind not in "iufc":
+        return one == other
+    return dtypes.canonicalize_dtype(one) == dtypes.canonicalize_dtype(other)
 
 
 class Stopped(Exception):

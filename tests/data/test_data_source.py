@@ -3,6 +3,7 @@
 from collections import UserDict
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -158,6 +159,19 @@ def test_examples_of_another_shape_or_dtype_are_an_error():
         stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}], range(2))
     with pytest.raises(ValueError, match=r"\(\(\), int64\), example 1 has \(\), float64"):
         stack([{"x": 1}, {"x": 1.5}], range(2))
+
+
+@pytest.mark.parametrize("wide", [0, 1, 2])
+def test_examples_of_dtypes_that_are_the_same_in_jax(wide):
+    """They are stacked whichever comes first, and no number is cut off on the way."""
+    reals, integers = [np.float32(0.1)] * 3, [np.int32(7)] * 3
+    reals[wide], integers[wide] = np.float64(0.1), np.int64(2**40)
+    stacked = stack([{"x": x, "n": n} for x, n in zip(reals, integers, strict=True)], range(3))
+    assert [stacked["x"].dtype, stacked["n"].dtype] == [np.float64, np.int64]
+    assert stacked["n"][wide] == 2**40
+    np.testing.assert_array_equal(stacked["x"].astype(np.float32), np.full(3, 0.1, np.float32))
+    with jax.enable_x64(True), pytest.raises(ValueError, match="same shape and dtype"):
+        stack([{"x": x} for x in reals], range(3))
 
 
 def test_a_scalar_leaf_is_an_error():
