@@ -71,11 +71,18 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
                     f"{leaf.shape}, {leaf.dtype}."
                 )
             if leaf.dtype.itemsize > row.dtype.itemsize:  # whoever places it checks that it fits
-                rows[at] = row = row.astype(leaf.dtype)
+                rows[at] = row = _widened(row, leaf.dtype, position)
             row[position] = leaf
         if position % HAND_OVER == 0:
             time.sleep(0)
     return jax.tree.unflatten(structure, rows)
+
+
+def _widened(rows: np.ndarray, dtype: np.dtype[Any], filled: int) -> np.ndarray:
+    """Return rows of another dtype, of which so many are filled."""
+    wide = np.empty(rows.shape, dtype)
+    wide[:filled] = rows[:filled]  # to cast whatever is in the others might warn
+    return wide
 
 
 def _same_in_jax(one: np.dtype[Any], other: np.dtype[Any]) -> bool:

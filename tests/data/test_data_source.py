@@ -174,6 +174,20 @@ def test_examples_of_dtypes_that_are_the_same_in_jax(wide):
         stack([{"x": x} for x in reals], range(3))
 
 
+def test_rows_that_are_not_filled_yet_are_not_cast(monkeypatch):
+    """Memory may hold anything, also what NumPy warns of in a cast."""
+    signalling, empty = np.array(0x7FA00001, np.uint32).view(np.float32), np.empty
+
+    def used_before(shape, dtype):
+        rows = empty(shape, dtype)
+        rows[...] = signalling if dtype == np.float32 else 0
+        return rows
+
+    monkeypatch.setattr(np, "empty", used_before)
+    stacked = stack([np.float32(1), np.float64(2), np.float32(3)], range(3))
+    np.testing.assert_array_equal(stacked, np.array([1.0, 2.0, 3.0]), strict=True)
+
+
 def test_a_scalar_leaf_is_an_error():
     with pytest.raises(
         ValueError,
