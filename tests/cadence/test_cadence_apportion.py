@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import apportion, clamp_counts, shard_sizes
-from elche_jax.cadence.apportion import _ends_before, split
+from elche_jax.cadence.apportion import split
 
 laws = settings(deadline=None, database=None, derandomize=True)
 counts_lists = st.lists(st.integers(0, 200), min_size=1, max_size=12)
@@ -236,13 +236,13 @@ def test_apportion_of_very_unequal_devices(total, slow):
 
 
 @laws
-@given(st.integers(1, 10**6), tied_times | any_times)
-def test_whole_microbatches_before_a_moment(count, ms):
-    # At k * ms itself, and an ulp to each side: where the division rounds wrong.
-    end = count * ms
-    for level in (np.nextafter(end, 0), end, np.nextafter(end, np.inf)):
-        k = int(_ends_before(float(level), np.array([ms]))[0])
-        assert k * ms <= level < (k + 1) * ms
+@given(st.integers(1, 2**50), times_lists)
+def test_apportion_of_any_total_takes_the_earliest_ends(total, ms):
+    counts = apportion(total, ms)
+    assert sum(counts) == total
+    ranked = [*enumerate(zip(counts, ms, strict=True))]
+    taken = [(count * time, rank) for rank, (count, time) in ranked if count]
+    assert max(taken) < min(((count + 1) * time, rank) for rank, (count, time) in ranked)
 
 
 def test_apportion_of_a_total_beyond_the_slack_of_the_bound():
