@@ -245,6 +245,10 @@ class EmulatedSpeeds(LoopHook):
                 ) from error
             _checked(ms, 0, rank, 0)
 
+    def of_rank(self, rank: int) -> "EmulatedSpeeds":
+        """Return the emulation of a single device; errors name its rank among all."""
+        return EmulatedSpeeds(lambda window, _, microbatch: self._ms(window, rank, microbatch))
+
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Start the clock of a device."""
         _wait_at_exit()
@@ -352,6 +356,10 @@ class ExtraWork(LoopHook):
         """Raise if `times` does not fit the number of devices."""
         times = check.integers("ExtraWork", "times", self.times, low=1)
         check.per_device("ExtraWork", "times", len(times), world_size)
+
+    def of_rank(self, rank: int) -> "ExtraWork":
+        """Return the work of a single device."""
+        return ExtraWork(self.times[rank : rank + 1])
 
     def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
         """Run a microbatch `times[device]` times, always from the same carry."""

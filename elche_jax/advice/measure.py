@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from statistics import median
@@ -23,7 +23,7 @@ from elche_jax.data.source import IterableSource, as_source
 from elche_jax.engine.devices import apart, names_of, select_job
 from elche_jax.engine.job import Job
 from elche_jax.engine.lane import kinds_of
-from elche_jax.engine.loop import Body, LoopHook, Seconds
+from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
@@ -194,7 +194,7 @@ def advise(
 
     def alone(rank: int) -> tuple[float, float, int]:
         """Return the milliseconds of `alone_ms`, and the examples of a microbatch."""
-        hook = None if emulate is None else OfRank(emulate, rank)
+        hook = None if emulate is None else emulate.of_rank(rank)
         own = _of_one(options, chosen, rank)
         measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2, options=own)
         short = measured(EveryBatch())
@@ -217,45 +217,6 @@ def advise(
     rare = Speeds(solo_ms, *team_ms(run(chosen, window, emulate, seconds, rule)))
     local_steps = replace(forecast, speeds=rare).plan("DiLoCo, int8", cadence)
     return replace(advice, local_steps=local_steps)
-
-
-@dataclass(frozen=True)
-class OfRank:
-    """Emulation hook that makes a single device as slow as it is among all devices.
-
-    Attributes:
-        hook: The emulation of all devices.
-        rank: The device's rank among all devices.
-    """
-
-    hook: LoopHook
-    rank: int
-
-    def check(self, world_size: int) -> None:
-        """Do nothing, as the emulation of all devices has been checked."""
-
-    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Run before the loop over the microbatches."""
-        return self.hook.begin(device + self.rank, step, fresh)
-
-    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
-        """Run one microbatch."""
-        return self.hook.around(body, device + self.rank, i, carry)
-
-    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """Run after the loop over the microbatches."""
-        return self.hook.end(device + self.rank, count, carry)
-
-    def on_host(self) -> Seconds | None:
-        """Return the function for the seconds that microbatches take, if the host waits."""
-        seconds = self.hook.on_host()
-        if seconds is None:
-            return None
-        return lambda window, device, count: seconds(window, device + self.rank, count)
-
-    def settle(self) -> None:
-        """Run after the dispatch."""
-        self.hook.settle()
 
 
 def _in_turns(job: Job, alone: Callable[[int], _T]) -> list[_T]:

@@ -1,5 +1,6 @@
 """The loop over a device's microbatches, with hooks for emulation."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,6 +22,11 @@ class LoopHook(Protocol):
 
     def check(self, world_size: int) -> None:
         """Raise `ValueError` if the hook does not fit the number of devices."""
+        ...
+
+    @abstractmethod
+    def of_rank(self, rank: int) -> "LoopHook":
+        """Return the hook of a single device, as slow as that of a rank is among all."""
         ...
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:

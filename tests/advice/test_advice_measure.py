@@ -9,7 +9,7 @@ import pytest
 
 from elche_jax import DDPConfig, DiLoCo, HostExchange, NoGuard, Timeline, build_train_step
 from elche_jax.advice import advise, measure
-from elche_jax.advice.measure import LEAST, WARM, OfRank, alone_ms, team_ms
+from elche_jax.advice.measure import LEAST, WARM, alone_ms, team_ms
 from elche_jax.cadence import EveryBatch, FixedTotal, WindowTime
 from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
@@ -97,6 +97,11 @@ class Built:
         return state, {}
 
 
+def lasts_s(hook):
+    """What a microbatch of the first device lasts."""
+    return hook.on_host()(0, 0, 1)
+
+
 def test_records_become_advice(monkeypatch):
     """Windows that compiled and the first steady ones say nothing; medians of the others."""
     odd = 1e9
@@ -133,12 +138,12 @@ def test_records_become_advice(monkeypatch):
     assert (advice.elche.counts, advice.fixed_total.counts) == ((8, 2), (4, 1))
     first, second = jax.devices()[:2]
     assert built[0].devices == (first, second) and isinstance(built[0].cadence, WindowTime)
-    assert [(*step.devices, step.cadence, step.emulate) for step in built[1:]] == [
-        (first, EveryBatch(), OfRank(hook, 0)),
-        (first, FixedTotal(2), OfRank(hook, 0)),
-        (second, EveryBatch(), OfRank(hook, 1)),
-        (second, FixedTotal(2), OfRank(hook, 1)),
-        (second, FixedTotal(16), OfRank(hook, 1)),
+    assert [(*step.devices, step.cadence, lasts_s(step.emulate)) for step in built[1:]] == [
+        (first, EveryBatch(), 0.005),
+        (first, FixedTotal(2), 0.005),
+        (second, EveryBatch(), 0.020),
+        (second, FixedTotal(2), 0.020),
+        (second, FixedTotal(16), 0.020),
     ]
     assert built[0].emulate == hook
     assert [len(step.records) for step in built] == [1 + WARM + LEAST, *5 * [WARM + LEAST]]
@@ -166,7 +171,7 @@ def test_a_real_run_lets_each_device_be_as_slow_alone_as_together():
 
 def test_work_that_is_emulated_is_that_of_the_rank():
     """The loop around a microbatch: device 1 computes it three times, to the same result."""
-    hook = OfRank(ExtraWork((1, 3)), 1)
+    hook = ExtraWork((1, 3)).of_rank(1)
     hook.check(1)
     hook.settle()
     assert hook.on_host() is None
@@ -186,9 +191,15 @@ def test_work_that_is_emulated_is_that_of_the_rank():
 
 
 def test_waits_on_the_host_are_those_of_the_rank():
-    seconds = OfRank(EmulatedSpeeds([5, 20]), 1).on_host()
-    assert seconds is not None
+    seconds = EmulatedSpeeds([5, 20]).of_rank(1).on_host()
     assert seconds(0, 0, 3) == pytest.approx(0.060)
+
+
+def test_a_schedule_that_is_wrong_is_said_with_the_rank_among_all():
+    seconds = EmulatedSpeeds(lambda window, rank, _: -window * rank).of_rank(1).on_host()
+    assert seconds(0, 0, 3) == 0
+    with pytest.raises(ValueError, match=r"schedule\(2, 1, 0\) must be at least 0, got -2\."):
+        seconds(2, 0, 1)
 
 
 def test_one_device(monkeypatch):
