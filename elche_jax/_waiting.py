@@ -3,7 +3,7 @@
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -54,6 +54,9 @@ class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
     Only one that Python's own handler would raise: handlers of others are left alone. The second
     one is not held back. If the block ends with an error, `KeyboardInterrupt` takes its place.
 
+    Args:
+        react: Called by the handler when one comes that is held back.
+
     Attributes:
         came: Whether one came.
 
@@ -65,8 +68,9 @@ class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
         False
     """
 
-    def __init__(self) -> None:
+    def __init__(self, react: Callable[[], object] = lambda: None) -> None:
         self.came = self._holds = False
+        self._react = react
 
     def begin(self) -> bool:
         """Begin to hold it back; without effect if that began before, or in other threads.
@@ -85,6 +89,7 @@ class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
         if self.came:
             signal.default_int_handler(number, frame)
         self.came = True
+        self._react()
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         if self._holds:

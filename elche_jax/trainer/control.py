@@ -1,14 +1,12 @@
 """The state that a run shares with the threads that follow it, and with Ctrl-C."""
 
-import signal
 import sys
-import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from elche_jax._waiting import Condition, interruptible
+from elche_jax._waiting import Condition, HeldInterrupt, interruptible
 from elche_jax.trainer.epochs import EpochMetrics
 
 
@@ -86,17 +84,8 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; its cause is the error of the run, if any.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    heard = False
 
-    def stop(number: int, frame: Any) -> None:
-        nonlocal heard
-        if heard:
-            raise KeyboardInterrupt
-        heard = True
+    def stop() -> None:
         control.stop("interrupt")
         if say and sys.stderr is not None:
             # the same Ctrl-C may have ended who reads it, as in `train.py 2>&1 | tee log`; and the
@@ -107,11 +96,9 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
                     file=sys.stderr,
                 )
 
-    signal.signal(signal.SIGINT, stop)
-    try:
+    with HeldInterrupt(stop) as interrupt:
+        interrupt.begin()
         yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if heard:
+    if interrupt.came:
         error = control.error  # of the windows that were in flight, or of the last checkpoint
         raise KeyboardInterrupt from None if isinstance(error, KeyboardInterrupt) else error
