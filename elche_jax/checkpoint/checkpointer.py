@@ -121,7 +121,6 @@ class Checkpointer:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stack.callback(lock(self._folder))  # before anything in it is changed
             self._store = Store(self._folder, asked)
-            self._stack.callback(self._store.close)
             return True
         except BaseException as error:
             self._stack.close()

@@ -7,6 +7,7 @@ of pytrees is used here, and all arrays are waited for.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +50,15 @@ def _all(futures: Iterable[Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-class ArrayWriter:
-    """Write nested dicts of arrays in the format of Orbax."""
+def write_arrays(folder: Path, arrays: Any) -> None:
+    """Write nested dicts of arrays into an existing folder, in the format of Orbax."""
+    from etils import epath  # the paths of Orbax; its dependency, not ours
 
-    def __init__(self):
-        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, Arrays()))
-        self._handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=True, use_zarr3=False, type_handler_registry=registry
-        )
-
-    def write(self, folder: Path, arrays: Any) -> None:
-        """Write arrays into an existing folder."""
-        from etils import epath  # the paths of Orbax; its dependency, not ours
-
-        directory = epath.Path(folder)
-        self._handler.save(directory, args=ocp.args.PyTreeSave(arrays))
-        self._handler.finalize(directory)
-
-    def close(self) -> None:
-        """Stop the threads of Orbax."""
-        self._handler.close()
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, Arrays()))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=False, type_handler_registry=registry
+    )
+    directory = epath.Path(folder)
+    with closing(handler):
+        handler.save(directory, args=ocp.args.PyTreeSave(arrays))
+        handler.finalize(directory)

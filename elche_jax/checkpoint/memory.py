@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,8 +70,8 @@ class Memory:
                 self.forget(there)
             self._place.mkdir(exist_ok=True)
             (self._place / DESTINATION).write_text(str(self._folder))
-            with closing(Store(self._place, self._checkpoints)) as store:
-                store.save(step, leaves, own, {**notes, AFTER: after}, score)
+            store = Store(self._place, self._checkpoints)
+            store.save(step, leaves, own, {**notes, AFTER: after}, score)
             self.step = step
         except Exception as error:  # whatever it is, the checkpoint may still reach the disk
             logger.warning(
@@ -98,8 +97,7 @@ class Memory:
         """
         if self._place is None or max(self.steps, default=-1) <= on_disk:
             return None
-        with closing(Store(self._place, self._checkpoints)) as store:
-            saved = store.newest()
+        saved = Store(self._place, self._checkpoints).newest()
         return None if saved is None or saved.notes[AFTER] > seen else saved
 
     def forget(self, step: int) -> None:

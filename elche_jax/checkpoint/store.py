@@ -78,15 +78,14 @@ class Store:
     """
 
     def __init__(self, folder: Path, checkpoints: Checkpoints):
-        # imported here, so that only runs with checkpoints load orbax
-        from elche_jax.checkpoint.handler import ArrayWriter
+        # imported here, so that only runs with checkpoints load orbax, and before they train
+        from elche_jax.checkpoint.handler import write_arrays
 
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._checkpoints = checkpoints
         self._remove_unfinished()
-        with _quiet():
-            self._writer = ArrayWriter()
+        self._write_arrays = write_arrays
         self._scores = {step: self._score(step) for step in steps_in(self.folder)}
 
     def save(
@@ -134,7 +133,7 @@ class Store:
         try:
             (temporary / STATE).mkdir(parents=True)
             with _quiet():
-                self._writer.write(temporary / STATE, unflatten_dict(there, sep="/"))
+                self._write_arrays(temporary / STATE, unflatten_dict(there, sep="/"))
             (temporary / MANIFEST).parent.mkdir()
             (temporary / MANIFEST).write_text(json.dumps(manifest))
             sync(temporary)  # orbax does so with the arrays alone
@@ -216,10 +215,6 @@ class Store:
         if damaged:
             logger.warning("elche: there is no intact checkpoint left in %s.", self.folder)
         return None
-
-    def close(self) -> None:
-        """Stop the threads of Orbax."""
-        self._writer.close()
 
     def _path(self, step: int) -> Path:
         return self.folder / str(step)

@@ -490,7 +490,6 @@ def test_a_disk_that_is_full(on_error, small_files_only, tmp_path):
     assert saver.written == 3
     store = Store(folder, elche.Checkpoints())
     assert store.steps == [3] and store.read(3).step == 3
-    store.close()
 
 
 # -- threads, and the state that goes on

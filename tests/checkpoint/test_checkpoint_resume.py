@@ -126,7 +126,6 @@ def test_the_cadence_goes_on_with_what_it_has_measured(tmp_path):
         saver.restore(case.init(fresh), "must")
     store = Store(tmp_path, asked)
     written = store.read(3).notes["run"]["cadence"]
-    store.close()
     assert fresh.cadence_state != begun
     assert json.loads(json.dumps(fresh.cadence_state.to_dict())) == written
     assert fresh.counts_history == train.counts_history

@@ -57,7 +57,6 @@ def fill(folder, steps=(1, 2), **kept):
     store = Store(folder, Checkpoints(keep_last=len(steps), **kept))
     for step in steps:
         store.save(step, leaves(step), OWN, {"step": step}, score=float(step))
-    store.close()
     return folder
 
 
@@ -84,7 +83,6 @@ def test_the_type_of_an_array_is_named_where_orbax_does_not(tmp_path, monkeypatc
     monkeypatch.setattr(ocp.type_handlers, "get_json_tspec_write", without_type)
     store = Store(fill(tmp_path), Checkpoints(keep_last=2))
     assert is_whole(store.read(2))
-    store.close()
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -93,7 +91,6 @@ def test_what_is_written_is_read(tmp_path):
     assert is_whole(store.read(1)) and is_whole(store.newest())
     size = store.save(3, {"w": np.zeros((3, 4), "float32")}, OWN, {})
     assert size == 48 and store.steps == [2, 3]
-    store.close()
 
 
 def test_a_step_that_is_there_is_not_overwritten(tmp_path):
@@ -105,7 +102,6 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path):
     ):
         store.save(2, LEAVES, OWN, {})
     assert is_whole(store.newest())
-    store.close()
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
@@ -132,7 +128,6 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
             r"got something that is none\. Move it, or use another folder\.$",
         ):
             store.save(step, LEAVES, OWN, {})
-    store.close()
     assert {path: path.read_text() for path in folder.rglob("mine.txt")} == others
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "5", "8", "9"]
 
@@ -186,7 +181,6 @@ def test_every_file_of_a_checkpoint_may_be_damaged(damage, filled, tmp_path, cap
         if not whole:
             store.save(4, leaves(4), OWN, {"step": 4}, score=4.0)
         assert is_whole(store.newest())
-        store.close()
     assert noticed >= 4  # the list of leaves, and three that hold the leaves
 
 
@@ -200,7 +194,6 @@ def test_a_damaged_step_is_written_anew_and_damaged_again(filled, tmp_path):
         assert (folder / f"damaged-2-{number}").is_dir()
         store.save(2, leaves(2), OWN, {"step": 2})
         assert is_whole(store.newest()) and store.steps == [1, 2]
-        store.close()
 
 
 def test_all_are_damaged(filled, tmp_path):
@@ -210,7 +203,6 @@ def test_all_are_damaged(filled, tmp_path):
         shutil.rmtree(folder / step / "state")
     store = Store(folder, Checkpoints())
     assert store.newest() is None and store.steps == []
-    store.close()
 
 
 def change(folder, **values):
@@ -232,7 +224,6 @@ def test_another_format_is_no_damage(filled, tmp_path):
     ):
         store.newest()
     assert store.steps == [1, 2]  # nothing was put aside
-    store.close()
 
 
 @pytest.mark.parametrize("error", [MemoryError, PermissionError])
@@ -248,7 +239,6 @@ def test_what_cannot_be_read_now_is_not_put_aside(error, filled, tmp_path, monke
         patch.setattr(store, "_read", fails)
         store.newest()
     assert is_whole(store.newest()) and store.steps == [1, 2]
-    store.close()
 
 
 KILLED = """
@@ -281,7 +271,6 @@ def test_what_a_killed_save_leaves_behind(filled, tmp_path):
     assert store.steps == [1, 2] and is_whole(store.newest())
     store.save(3, leaves(3), OWN, {"step": 3})
     assert is_whole(store.newest()) and store.steps == [2, 3]
-    store.close()
     assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
 
 
@@ -303,7 +292,6 @@ def test_all_is_on_disk_before_old_ones_go(tmp_path, monkeypatch):
     noting(shutil, "rmtree", lambda path, **_: Path(path).name)
     store.save(2, leaves(2), OWN, {"step": 2})
     monkeypatch.undo()
-    store.close()
     there = [tmp_path / "2", *(tmp_path / "2").rglob("*")]
     assert len([path for path in there if path.is_file()]) > 5
     moved = done.index(("rename", "2"))
@@ -331,7 +319,6 @@ def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output error"):
         store.save(3, leaves(3), OWN, {"step": 3})
     assert store.steps == [2] and is_whole(store.newest())
-    store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
@@ -367,11 +354,9 @@ def test_the_last_and_the_best_remain(scores, last, best, mode, again):
         store = Store(Path(name), checkpoints)
         for step, score in enumerate(scores, start=1):
             if step == again:
-                store.close()
                 store = Store(Path(name), checkpoints)
             store.save(step, {"w": np.int32(step)}, frozenset(), {}, score)
             assert store.steps == must_remain(scores[:step], last, best, mode)
-        store.close()
         there = sorted(int(path.name) for path in Path(name).iterdir())
         assert there == must_remain(scores, last, best, mode)
 
@@ -385,9 +370,8 @@ def test_what_a_kill_has_left_is_gone_before_anything_is_written(tmp_path):
             (half / str(number)).write_bytes(b"half")
     other = folder / "params.orbax-checkpoint-tmp"  # of Orbax, which writes beside this run
     other.mkdir()
-    store = Store(folder, Checkpoints())
+    Store(folder, Checkpoints())
     assert sorted(path.name for path in folder.iterdir()) == ["1", other.name]
-    store.close()
 
 
 def test_what_cannot_be_deleted_blocks_no_step(tmp_path, monkeypatch):
@@ -396,7 +380,6 @@ def test_what_cannot_be_deleted_blocks_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr("elche_jax.checkpoint.store.Store._remove_unfinished", lambda self: None)
     store = Store(fill(tmp_path, (1, 2)), Checkpoints())
     assert left.exists() and is_whole(store.read(2))
-    store.close()
 
 
 def test_an_old_one_that_cannot_be_deleted_does_no_harm(tmp_path, monkeypatch, caplog):
@@ -413,10 +396,8 @@ def test_an_old_one_that_cannot_be_deleted_does_no_harm(tmp_path, monkeypatch, c
     assert store.steps == [3] and store.read(3).notes == {"step": 3}
     monkeypatch.undo()
     store.save(4, LEAVES, OWN, {})
-    store.close()
-    again = Store(tmp_path, Checkpoints(keep_last=1))  # which deletes what is left
+    Store(tmp_path, Checkpoints(keep_last=1))  # which deletes what is left
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
-    again.close()
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
@@ -439,7 +420,6 @@ def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
     store = Store(folder, Checkpoints(keep_last=1, keep_best=1))
     store.save(4, LEAVES, OWN, {}, score=9.0)
     assert store.steps == [2, 4]
-    store.close()
 
 
 # -- names and bytes
@@ -496,5 +476,4 @@ def test_nothing_is_said_of_a_store_that_is_whole(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "elche_jax"):
         store = Store(fill(tmp_path), Checkpoints())
         store.newest()
-        store.close()
     assert [r for r in caplog.records if r.name == "elche_jax"] == []
