@@ -14,7 +14,7 @@ from elche_jax._exit import before_exit
 from elche_jax._log import logger
 from elche_jax._processes import RestartRequested, of_process
 from elche_jax._threads import BackgroundThread, wait_at_exit
-from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, read_by_first, state_of
+from elche_jax.checkpoint.content import COUNTS, Notes, content_of, read_by_first, state_of
 from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.memory import Memory
@@ -197,10 +197,9 @@ class Checkpointer:
 
     def _bring(self, store: Store, kept: Saved) -> None:
         """Write to disk what was in memory only."""
-        own = frozenset(name for name, spec in kept.specs.items() if spec.own)
         logger.info("elche: the checkpoint after %d windows was in memory only.", kept.step)
         try:
-            store.save(kept.step, kept.leaves, own, kept.notes, kept.score)
+            store.save(kept)
         except OSError as error:  # it stays in memory
             if self._checkpoints.on_error == "now":
                 raise self._failed(error) from error
@@ -348,7 +347,7 @@ class Checkpointer:
         self.wait()
         self.check()
 
-    def _begin(self, store: Store, window: Window, content: Callable[[], Content]) -> None:
+    def _begin(self, store: Store, window: Window, content: Callable[[], Saved]) -> None:
         """Begin to fetch and write a checkpoint."""
         job = store, window, content
         thread = BackgroundThread(self._write, job, name="elche-checkpoint", daemon=False)
@@ -437,13 +436,13 @@ class Checkpointer:
         what = described(error) if self._job.first else str(error)
         return CheckpointError(f"checkpoints: {self._folder} must take checkpoints, but {what}")
 
-    def _write(self, store: Store, window: Window, content: Callable[[], Content]) -> None:
+    def _write(self, store: Store, window: Window, content: Callable[[], Saved]) -> None:
         """Fetch and write a checkpoint, on the thread."""
         begun, step = time.perf_counter(), window.index + 1
         try:
-            fetched = content()
+            saved = content()
             with _progress.phase("checkpoint", window.index):
-                size = store.save(step, *fetched)
+                size = store.save(saved)
             self._memory.forget(step)
         except BaseException as error:  # raised later by `check` or `close`
             if self._memory.step == step:

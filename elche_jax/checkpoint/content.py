@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax.checkpoint.leaves import LeafSpec
 from elche_jax.checkpoint.snapshot import Snapshot, difference, own_names, put, repeated, stacked
 from elche_jax.checkpoint.store import Saved
 from elche_jax.engine.job import Job
@@ -19,8 +20,6 @@ COUNTS = "counts_history"
 """Name under which the counts are saved next to the leaves of the state."""
 
 Notes = Callable[[], Mapping[str, Any]]
-Content = tuple[Mapping[str, np.ndarray], frozenset[str], Mapping[str, Any], float | None]
-"""What `Store.save` takes of a checkpoint: its leaves, those of each device, notes and score."""
 
 
 def content_of(
@@ -29,7 +28,7 @@ def content_of(
     run: Mapping[str, Any],
     more: Notes | None,
     score: float | None,
-) -> Content:
+) -> Saved:
     """Fetch what a checkpoint holds.
 
     Args:
@@ -45,7 +44,9 @@ def content_of(
         "run": {name: value for name, value in run.items() if name != "counts"},
         "notes": {} if more is None else dict(more()),
     }
-    return snapshot.fetch() | {COUNTS: run["counts"]}, snapshot.own, notes, score
+    leaves = snapshot.fetch() | {COUNTS: run["counts"]}
+    specs = {name: LeafSpec.of(array, name in snapshot.own) for name, array in leaves.items()}
+    return Saved(window.index + 1, leaves, specs, notes, score)
 
 
 def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:

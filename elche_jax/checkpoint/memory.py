@@ -9,7 +9,6 @@ from pathlib import Path
 
 from elche_jax._log import logger
 from elche_jax._progress import DESTINATION, MEMORY
-from elche_jax.checkpoint.content import Content
 from elche_jax.checkpoint.errors import described
 from elche_jax.checkpoint.leaves import digest
 from elche_jax.checkpoint.options import Checkpoints
@@ -50,7 +49,7 @@ class Memory:
         self._place = Path(given, digest(str(folder).encode())) if given else None
         self.step: int | None = None
 
-    def keep(self, step: int, after: int, content: Callable[[], Content]) -> None:
+    def keep(self, step: int, after: int, content: Callable[[], Saved]) -> None:
         """Keep a checkpoint, see `Store.save`; an error is logged, as the disk comes next.
 
         Args:
@@ -61,8 +60,9 @@ class Memory:
         if self._place is None:
             return
         try:
-            leaves, own, notes, score = content()
-            need, room = sum(leaf.nbytes for leaf in leaves.values()), _room(self._place.parent)
+            saved = content()
+            need = sum(leaf.nbytes for leaf in saved.leaves.values())
+            room = _room(self._place.parent)
             if ROOM * need > room:
                 text = f"{need} bytes, of which {room:.0f} are free"
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), text)
@@ -71,7 +71,7 @@ class Memory:
             self._place.mkdir(exist_ok=True)
             (self._place / DESTINATION).write_text(str(self._folder))
             store = Store(self._place, self._checkpoints)
-            store.save(step, leaves, own, {**notes, AFTER: after}, score)
+            store.save(replace(saved, notes={**saved.notes, AFTER: after}))
             self.step = step
         except Exception as error:  # whatever it is, the checkpoint may still reach the disk
             logger.warning(

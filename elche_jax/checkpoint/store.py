@@ -88,22 +88,11 @@ class Store:
         self._write_arrays = write_arrays
         self._scores = {step: self._score(step) for step in steps_in(self.folder)}
 
-    def save(
-        self,
-        step: int,
-        leaves: Mapping[str, np.ndarray],
-        own: frozenset[str],
-        notes: Mapping[str, Any],
-        score: float | None = None,
-    ) -> int:
+    def save(self, saved: Saved) -> int:
         """Write a checkpoint; it is complete when this returns.
 
         Args:
-            step: Number of windows trained.
-            leaves: Arrays by name.
-            own: Names of the arrays of which each device has its own value.
-            notes: Further data, as JSON values.
-            score: Score for `keep_best`; None or non-finite for none.
+            saved: The checkpoint; its score may be non-finite, which counts as none.
 
         Returns:
             Size of the arrays in bytes.
@@ -112,23 +101,23 @@ class Store:
             ValueError: The step already exists, or there is something else of its name.
             OSError: The checkpoint could not be written.
         """
+        step, score = saved.step, saved.score
         self.check_free(step)
         path = self._path(step)
-        specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
         content = {
             "format": FORMAT,
             "step": step,
             "score": score,
             "monitor": self._checkpoints.monitor,
-            "leaves": {name: asdict(spec) for name, spec in specs.items()},
-            "notes": dict(notes),
+            "leaves": {name: asdict(spec) for name, spec in saved.specs.items()},
+            "notes": dict(saved.notes),
         }
         # a text within the JSON, so that its digest is of exactly these bytes
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
         # orbax refuses arrays without elements; the manifest alone describes them
-        there = {name: encode(array) for name, array in leaves.items() if array.size}
+        there = {name: encode(array) for name, array in saved.leaves.items() if array.size}
         temporary = self._free(f"{step}{UNFINISHED}")
         try:
             (temporary / STATE).mkdir(parents=True)
@@ -147,7 +136,7 @@ class Store:
         self._scores[step] = score
         sync_entries(self.folder)  # a power cut must leave the new one, or the old ones
         self._remove_old()
-        return sum(array.nbytes for array in leaves.values())
+        return sum(array.nbytes for array in saved.leaves.values())
 
     def check_free(self, step: int) -> None:
         """Check that a checkpoint may be written.

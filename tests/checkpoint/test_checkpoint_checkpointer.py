@@ -293,10 +293,10 @@ def broken(monkeypatch, until=None):
     """Saves fail, up to a step."""
     save = Store.save
 
-    def fails(self, step, *arguments):
-        if until is None or step <= until:
+    def fails(self, saved):
+        if until is None or saved.step <= until:
             raise OSError(28, "No space left\non device")  # said in one line
-        return save(self, step, *arguments)
+        return save(self, saved)
 
     monkeypatch.setattr(Store, "save", fails)
 
@@ -502,10 +502,10 @@ class Held:
         self.reached, self.go = threading.Event(), threading.Event()
         save = Store.save
 
-        def held(store, *arguments):
+        def held(store, saved):
             self.reached.set()
             assert self.go.wait(60)
-            return save(store, *arguments)
+            return save(store, saved)
 
         monkeypatch.setattr(Store, "save", held)
 

@@ -34,18 +34,18 @@ def memory(monkeypatch, tmp_path):
 
 @pytest.fixture
 def saves(monkeypatch):
-    """Functions that are called before a checkpoint is written to a folder."""
+    """Functions that are called with the step before a checkpoint is written to a folder."""
     save, before = Store.save, {}
 
-    def saves(self, *arguments):
-        before.get(self.folder, lambda *_: None)(*arguments)
-        return save(self, *arguments)
+    def saves(self, saved):
+        before.get(self.folder, lambda _: None)(saved.step)
+        return save(self, saved)
 
     monkeypatch.setattr(Store, "save", saves)
     return before
 
 
-def full(step, *_):
+def full(step):
     """Lets what was due before reach the disk, whenever its thread writes it."""
     if step % 3:
         raise OSError(28, "No space left on device")
@@ -151,7 +151,7 @@ def test_it_is_written_even_if_no_window_is_left(train, memory, saves, tmp_path)
 def test_it_is_kept_before_a_disk_that_hangs(train, memory, saves, tmp_path):
     folder, seen = tmp_path / "saved", []
 
-    def hangs(step, *_):
+    def hangs(step):
         if step == 6:  # begun before, and not over when the end is kept
             eventually(lambda: kept(memory) == [str(AT)])
         seen.append(kept(memory))

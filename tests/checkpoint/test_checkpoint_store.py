@@ -23,7 +23,7 @@ from hypothesis import given, settings, strategies as st
 from elche_jax.checkpoint.leaves import LeafSpec, decode, encode, names_of
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.options import Checkpoints
-from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Store
+from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Saved, Store
 
 RANDOM = np.random.default_rng(0)
 LEAVES = {
@@ -52,11 +52,17 @@ def same(one, other):
     )
 
 
+def save(store, step, leaves, own, notes, score=None):
+    """Write a checkpoint, and return its size."""
+    specs = {name: LeafSpec.of(leaf, name in own) for name, leaf in leaves.items()}
+    return store.save(Saved(step, leaves, specs, notes, score))
+
+
 def fill(folder, steps=(1, 2), **kept):
     """A folder of checkpoints; their leaves differ in one number."""
     store = Store(folder, Checkpoints(keep_last=len(steps), **kept))
     for step in steps:
-        store.save(step, leaves(step), OWN, {"step": step}, score=float(step))
+        save(store, step, leaves(step), OWN, {"step": step}, score=float(step))
     return folder
 
 
@@ -89,7 +95,7 @@ def test_what_is_written_is_read(tmp_path):
     store = Store(fill(tmp_path), Checkpoints(keep_last=2))
     assert store.steps == [1, 2]
     assert is_whole(store.read(1)) and is_whole(store.newest())
-    size = store.save(3, {"w": np.zeros((3, 4), "float32")}, OWN, {})
+    size = save(store, 3, {"w": np.zeros((3, 4), "float32")}, OWN, {})
     assert size == 48 and store.steps == [2, 3]
 
 
@@ -100,7 +106,7 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path):
         match=r"^checkpoints: .*/2 must not exist before a checkpoint is written there, got "
         r"another checkpoint\. Move it, or use another folder\.$",
     ):
-        store.save(2, LEAVES, OWN, {})
+        save(store, 2, LEAVES, OWN, {})
     assert is_whole(store.newest())
 
 
@@ -119,7 +125,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
         "left alone."
     ]
     assert store.steps == [4] and is_whole(store.newest())
-    store.save(5, leaves(5), OWN, {"step": 5})
+    save(store, 5, leaves(5), OWN, {"step": 5})
     assert store.steps == [5] and is_whole(store.newest())
     for step in (8, 9):
         with pytest.raises(
@@ -127,7 +133,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
             match=rf"^checkpoints: .*/{step} must not exist before a checkpoint is written there, "
             r"got something that is none\. Move it, or use another folder\.$",
         ):
-            store.save(step, LEAVES, OWN, {})
+            save(store, step, LEAVES, OWN, {})
     assert {path: path.read_text() for path in folder.rglob("mine.txt")} == others
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "5", "8", "9"]
 
@@ -177,9 +183,9 @@ def test_every_file_of_a_checkpoint_may_be_damaged(damage, filled, tmp_path, cap
         else:
             assert whole, file
             assert store.newest().step == 2
-        store.save(3, leaves(3), OWN, {"step": 3}, score=3.0)
+        save(store, 3, leaves(3), OWN, {"step": 3}, score=3.0)
         if not whole:
-            store.save(4, leaves(4), OWN, {"step": 4}, score=4.0)
+            save(store, 4, leaves(4), OWN, {"step": 4}, score=4.0)
         assert is_whole(store.newest())
     assert noticed >= 4  # the list of leaves, and three that hold the leaves
 
@@ -192,7 +198,7 @@ def test_a_damaged_step_is_written_anew_and_damaged_again(filled, tmp_path):
         store = Store(folder, Checkpoints(keep_last=2))
         assert store.newest().step == 1
         assert (folder / f"damaged-2-{number}").is_dir()
-        store.save(2, leaves(2), OWN, {"step": 2})
+        save(store, 2, leaves(2), OWN, {"step": 2})
         assert is_whole(store.newest()) and store.steps == [1, 2]
 
 
@@ -245,8 +251,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
+from elche_jax.checkpoint.leaves import LeafSpec
 from elche_jax.checkpoint.options import Checkpoints
-from elche_jax.checkpoint.store import Store
+from elche_jax.checkpoint.store import Saved, Store
 
 store = Store(Path(sys.argv[1]), Checkpoints(keep_last=1))
 rename = os.rename
@@ -255,7 +262,9 @@ def kill(*arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
 os.rename = os.replace = Path.rename = kill
-store.save(3, {"w": np.ones((100, 100))}, frozenset(), {})
+leaves = {"w": np.ones((100, 100))}
+specs = {"w": LeafSpec.of(leaves["w"], own=False)}
+store.save(Saved(3, leaves, specs, {}, None))
 """
 
 
@@ -269,7 +278,7 @@ def test_what_a_killed_save_leaves_behind(filled, tmp_path):
     assert left, "the temporary folder"
     store = Store(folder, Checkpoints(keep_last=2))
     assert store.steps == [1, 2] and is_whole(store.newest())
-    store.save(3, leaves(3), OWN, {"step": 3})
+    save(store, 3, leaves(3), OWN, {"step": 3})
     assert is_whole(store.newest()) and store.steps == [2, 3]
     assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
 
@@ -290,7 +299,7 @@ def test_all_is_on_disk_before_old_ones_go(tmp_path, monkeypatch):
     noting(os, "fsync", lambda file: os.fstat(file).st_ino)
     noting(os, "rename", lambda _, new: Path(new).name)
     noting(shutil, "rmtree", lambda path, **_: Path(path).name)
-    store.save(2, leaves(2), OWN, {"step": 2})
+    save(store, 2, leaves(2), OWN, {"step": 2})
     monkeypatch.undo()
     there = [tmp_path / "2", *(tmp_path / "2").rglob("*")]
     assert len([path for path in there if path.is_file()]) > 5
@@ -314,10 +323,10 @@ def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", fails)
-    store.save(2, leaves(2), OWN, {"step": 2})
+    save(store, 2, leaves(2), OWN, {"step": 2})
     codes[0] = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        store.save(3, leaves(3), OWN, {"step": 3})
+        save(store, 3, leaves(3), OWN, {"step": 3})
     assert store.steps == [2] and is_whole(store.newest())
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
@@ -355,7 +364,7 @@ def test_the_last_and_the_best_remain(scores, last, best, mode, again):
         for step, score in enumerate(scores, start=1):
             if step == again:
                 store = Store(Path(name), checkpoints)
-            store.save(step, {"w": np.int32(step)}, frozenset(), {}, score)
+            save(store, step, {"w": np.int32(step)}, frozenset(), {}, score)
             assert store.steps == must_remain(scores[:step], last, best, mode)
         there = sorted(int(path.name) for path in Path(name).iterdir())
         assert there == must_remain(scores, last, best, mode)
@@ -391,11 +400,11 @@ def test_an_old_one_that_cannot_be_deleted_does_no_harm(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(shutil, "rmtree", busy)
     with caplog.at_level(logging.WARNING, "elche_jax"):
-        assert store.save(3, LEAVES, OWN, {"step": 3}) > 0
+        assert save(store, 3, LEAVES, OWN, {"step": 3}) > 0
     assert "an old checkpoint could not be deleted: [Errno 16]" in caplog.text
     assert store.steps == [3] and store.read(3).notes == {"step": 3}
     monkeypatch.undo()
-    store.save(4, LEAVES, OWN, {})
+    save(store, 4, LEAVES, OWN, {})
     Store(tmp_path, Checkpoints(keep_last=1))  # which deletes what is left
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
@@ -418,7 +427,7 @@ def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
     folder = fill(tmp_path, (1, 2, 3))
     flipped(folder / "1" / "manifest" / "metadata")  # it was the best
     store = Store(folder, Checkpoints(keep_last=1, keep_best=1))
-    store.save(4, LEAVES, OWN, {}, score=9.0)
+    save(store, 4, LEAVES, OWN, {}, score=9.0)
     assert store.steps == [2, 4]
 
 

@@ -62,10 +62,10 @@ class Journal:
         """Kills this process in the first checkpoint that is due by nothing else."""
         save = Store.save
 
-        def saves(store, step, *rest):
-            if store.folder == self._folder / "saved" and step % 4 and not self._once("died"):
+        def saves(store, saved):
+            if store.folder == self._folder / "saved" and saved.step % 4 and not self._once("died"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return save(store, step, *rest)
+            return save(store, saved)
 
         Store.save = saves
 

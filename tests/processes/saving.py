@@ -179,10 +179,10 @@ def failing(folder):
     train, written = shared(), []
     state, known = train.init(params()), Store.save
 
-    def save(store, step, *content):
-        if step > 3:
+    def save(store, saved):
+        if saved.step > 3:
             raise OSError(28, "No space left on device")
-        return known(store, step, *content)
+        return known(store, saved)
 
     asked = elche.Checkpoints(folder / "failing", every_windows=3, on_error="end")
     Store.save = save
