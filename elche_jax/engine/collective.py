@@ -132,12 +132,10 @@ class CollectiveProgram:
         (state, own), metrics = self.combine(state, carried, exchanged)
         return (state, carried, own), metrics
 
-    def window(
-        self, single: bool, state: TrainState, payload: Payload, call_args: CallArgs
-    ) -> Result:
-        """Run a whole window as one program; `single` if it has a single microbatch."""
+    def window(self, state: TrainState, payload: Payload, call_args: CallArgs) -> Result:
+        """Run a whole window as one program, without a loop if it has a single microbatch."""
         carried = self.zeros(state)
-        if single and self.hook is None:
+        if payload.capacity(stacked=False) == 1 and self.hook is None:
             own = self.rule.body(state, payload, call_args)(jnp.int32(0), carried.own)
             carried = replace(carried, own=own, work=jnp.stack(call_args.totals))
         else:

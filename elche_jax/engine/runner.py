@@ -344,10 +344,7 @@ class Runner(WindowRunner):
         self._accumulate = fleet.mapped(program.accumulate, donate=(1,))
         # not the sums: the next window reuses their buffers
         self._combine = fleet.mapped(program.combine, donate=(0,))
-        self._window = {
-            single: fleet.mapped(partial(program.window, single), donate=(0,))
-            for single in (True, False)
-        }
+        self._window = fleet.mapped(program.window, donate=(0,))
         self._last = fleet.mapped(program.last_call, donate=(0, 1))
         one = one_of(state)
         self._read_shapes = program.rule.reads(state)
@@ -419,8 +416,7 @@ class Runner(WindowRunner):
 
     def _program(self, payload: Payload) -> Program:
         if self._one_program:
-            single = payload.capacity(stacked=True) == 1
-            return self._mapped("window", self._window[single], payload, self.state)
+            return self._mapped("window", self._window, payload, self.state)
         shapes = (self._read_shapes, self.sums.shapes)
         return self._mapped("accumulate", self._accumulate, payload, *shapes)
 
