@@ -1,7 +1,7 @@
 """`build_train_step`: the functional interface of the library."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import optax
@@ -31,30 +31,6 @@ from elche_jax.train.outside import check_debug, check_outside
 from elche_jax.train.parts import cadence_for, check_emulation, checked_optimizer
 from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
-
-
-class StepOptions(TypedDict, total=False):
-    """Arguments of `build_train_step` besides the loss, the optimizer and `config`."""
-
-    devices: Sequence[jax.Device] | None
-    lanes: LaneChoice | None
-    cadence: Cadence[Any] | None
-    has_aux: bool
-    nonfinite: str
-    max_skips: int | None
-    trainable: Trainable | None
-    merge: Merge | None
-    loss_scale: Any
-    averaging: AveragingRule | MeanGradient | None
-    guard: Guard | None
-    exchange: HostExchange | None
-    max_grad_norm: float | None
-    compute_dtype: DTypeLike | None
-    microbatch_split: MicrobatchSplit | None
-    device_loss: bool
-    verify_every: int | None
-    timeline: Recorder | None
-    emulate: LoopHook | None
 
 
 def build_train_step(

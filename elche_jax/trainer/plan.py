@@ -1,11 +1,11 @@
 """The arguments of `Trainer.fit`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.checkpoint.options import RESUME, Checkpoints
@@ -18,38 +18,15 @@ from elche_jax.trainer.evaluation import EarlyStopping, Evaluation
 PyTree = Any
 
 
-class RunOptions(TypedDict, total=False):
-    """Keyword arguments of `Trainer.fit`, which documents them."""
-
-    model_state: PyTree
-    rng: Any
-    seed: int
-    shuffle: bool
-    drop_last: bool
-    mask_key: str | None
-    placement: str
-    window_bytes: int
-    evaluation: Evaluation | None
-    early_stopping: EarlyStopping | None
-    max_windows: int | None
-    max_seconds: float | None
-    checkpoints: Checkpoints | None
-    resume: str
-    run_dir: str | PathLike[str] | None
-    callbacks: Sequence[Callback]
-    writers: Sequence[Writer]
-    log_every: int | None
-    progress: bool
-
-
 @dataclass(frozen=True)
 class FitPlan:
-    """The arguments of `Trainer.fit`, checked."""
+    """The arguments of `Trainer.fit`, which documents them, checked."""
 
     params: PyTree
     data: Any
     batch_size: int | None = None
     epochs: int | None = 1
+    _: KW_ONLY
     model_state: PyTree = None
     rng: Any = 0
     seed: int = 0
@@ -137,3 +114,7 @@ class FitPlan:
             "early_stopping": settings_of(self.early_stopping),
             "max_windows": self.max_windows,
         }
+
+
+OPTIONS = tuple(field.name for field in fields(FitPlan) if field.kw_only)
+"""Names of the keyword arguments of `Trainer.fit`."""

@@ -4,24 +4,41 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import optax
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
 from elche_jax.config import DDPConfig, check_timeline
-from elche_jax.train.build import StepOptions, build_train_step
+from elche_jax.train.build import build_train_step
 from elche_jax.train.evaluate import EvalStep, build_eval_step
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.control import Control, interrupts
 from elche_jax.trainer.handle import Handle
-from elche_jax.trainer.plan import FitPlan, RunOptions
+from elche_jax.trainer.plan import OPTIONS, FitPlan
 from elche_jax.trainer.recorder import RunRecorder
 from elche_jax.trainer.result import FitResult
 from elche_jax.trainer.session import Session
 
 PyTree = Any
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def taking(
+    like: Callable[P, Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Declare to type checkers that a method takes the arguments of another function.
+
+    The method itself names those it uses, and takes the others as keyword arguments.
+    """
+
+    def typed(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        return method
+
+    return typed
 
 
 class Trainer:
@@ -53,24 +70,24 @@ class Trainer:
         ([1.0, -2.0, 3.0], 20, 'epochs')
     """
 
+    @taking(build_train_step)
     def __init__(
         self,
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
         *,
         config: DDPConfig | None = None,
-        **options: Unpack[StepOptions],
+        **options: Any,
     ):
         config = DDPConfig() if config is None else config
         check.instance("Trainer", "config", config, DDPConfig)
         timeline = config.or_given(timeline=options.get("timeline"))["timeline"]
         check_timeline("Trainer", timeline)
         self._recorder = RunRecorder(timeline)
-        self._train = build_train_step(
-            # its timeline would be a second one: the recorder passes everything on to it
-            loss_fn, optimizer, config=replace(config, timeline=None),
-            **options | {"timeline": self._recorder},
-        )  # fmt: skip
+        # its timeline would be a second one: the recorder passes everything on to it
+        config = replace(config, timeline=None)
+        options["timeline"] = self._recorder
+        self._train = build_train_step(loss_fn, optimizer, config=config, **options)
         if not self._train.fleet.job.first:
             self._recorder.forget_own()
         self._emulate = options.get("emulate")
@@ -82,13 +99,14 @@ class Trainer:
         """The training step: `report()`, `counts_history`, `throughput` and more."""
         return self._train
 
+    @taking(FitPlan)
     def fit(
         self,
         params: PyTree,
         data: Any,
         batch_size: int | None = None,
         epochs: int | None = 1,
-        **options: Unpack[RunOptions],
+        **options: Any,
     ) -> FitResult:
         """Train to the end and show progress.
 
@@ -150,13 +168,14 @@ class Trainer:
             run()
         return control.result()
 
+    @taking(FitPlan)
     def start(
         self,
         params: PyTree,
         data: Any,
         batch_size: int | None = None,
         epochs: int | None = 1,
-        **options: Unpack[RunOptions],
+        **options: Any,
     ) -> Handle:
         """Start to train on a new thread and return immediately; same arguments as `fit`.
 
@@ -178,9 +197,9 @@ class Trainer:
     def _session(
         self, params: PyTree, data: Any, batch_size: int | None, epochs: int | None, options: Any
     ) -> tuple[Callable[[], None], Control]:
-        unknown = sorted(set(options) - set(RunOptions.__annotations__))
+        unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
-            known = ", ".join(RunOptions.__annotations__)
+            known = ", ".join(OPTIONS)
             raise TypeError(f"Trainer.fit: {unknown[0]} is no argument; there are {known}.")
         plan = FitPlan(params, data, batch_size, epochs, **options)
         if not self._busy.acquire(blocking=False):
