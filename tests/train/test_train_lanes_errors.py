@@ -427,24 +427,25 @@ def test_an_error_of_one_lane_ends_the_others(owner, at, averaging, mixed, monke
 
 
 @pytest.mark.parametrize(
-    ("averaging", "owner", "at"),
+    ("averaging", "owner", "at", "thread"),
     [
-        (None, Launch, "__call__"),
-        (None, Drivers, "dispatch"),
-        (LATE, Drivers, "move"),
-        slow(LATE, Launch, "__call__"),
-        slow(LATE, Drivers, "dispatch"),
-        slow(None, Drivers, "move"),
+        (None, Launch, "__call__", None),
+        (None, Drivers, "put", "lane"),
+        (LATE, Drivers, "put", "move"),
+        slow(LATE, Launch, "__call__", None),
+        slow(LATE, Drivers, "put", "lane"),
+        slow(None, Drivers, "put", "move"),
     ],
 )
-def test_an_interrupt_anywhere_in_a_window(averaging, owner, at, mixed, monkeypatch):
+def test_an_interrupt_anywhere_in_a_window(averaging, owner, at, thread, mixed, monkeypatch):
     train = shared(averaging, *mixed)
     state, method, seen = train.init(PARAMS), getattr(owner, at), []
 
     def interrupted(self, *args):
-        seen.append(at)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
+        if thread is None or args[0] == thread:
+            seen.append(at)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
         return method(self, *args)
 
     with monkeypatch.context() as patched:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 
@@ -20,6 +20,7 @@ from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Done, Failed, Stopwatch
 
 T = TypeVar("T")
+Purpose = Literal["lane", "move", "agree"]
 
 
 class Drivers:
@@ -30,27 +31,32 @@ class Drivers:
     """
 
     def __init__(self, lanes: int):
-        self._dispatching, self._moving = (
-            DeviceThreads(name, lanes, _raise) for name in ("lane", "move")
-        )
-        self._agreeing = DeviceThreads("agree", 1, _raise)
+        numbers: dict[Purpose, int] = {"agree": 1, "move": lanes, "lane": lanes}
+        self._threads = {name: DeviceThreads(name, n, _raise) for name, n in numbers.items()}
 
-    def dispatch(self, lane: int, call: Callable[[], T]) -> "Future[T]":
-        """Call a function in the thread that dispatches a lane's programs."""
-        return _put(self._dispatching, lane, call)
+    def put(
+        self, name: Purpose, lane: int, call: Callable[[], T], failed: Failed = lambda error: None
+    ) -> "Future[T]":
+        """Call a function in one of the threads.
 
-    def move(self, lane: int, call: Callable[[], T]) -> "Future[T]":
-        """Call a function in the thread that waits for a lane's arrays and moves them."""
-        return _put(self._moving, lane, call)
-
-    def agree(self, call: Callable[[], T]) -> "Future[T]":
-        """Call a function in the thread that dispatches what the lanes agree on."""
-        return _put(self._agreeing, 0, call)
+        Args:
+            name: `"lane"` for the thread that dispatches a lane's programs, `"move"` for the one
+                that waits for a lane's arrays and moves them, `"agree"` for the one that
+                dispatches what the lanes agree on.
+            lane: Index of the lane; 0 for `"agree"`.
+            call: The function.
+            failed: Called in the thread with what it raises, before the result has it.
+        """
+        result = Future[T]()
+        # JAX keeps per thread whether 64-bit types are enabled
+        work = partial(_work, call, failed, result, setting("enable_x64"))
+        self._threads[name].put(lane, work)
+        return result
 
     def close(self) -> None:
         """End the threads, all of them also if a Ctrl-C ends the wait for some. Idempotent."""
         with ExitStack() as stack:
-            for threads in (self._agreeing, self._moving, self._dispatching):  # the last one first
+            for threads in self._threads.values():  # the last one first
                 stack.callback(threads.close)
 
 
@@ -81,19 +87,13 @@ class LanesClock(Stopwatch):
             super().close()
 
 
-def _put(threads: DeviceThreads, lane: int, call: Callable[[], T]) -> "Future[T]":
-    result = Future[T]()
-    # JAX keeps per thread whether 64-bit types are enabled
-    threads.put(lane, partial(_work, call, result, setting("enable_x64")))
-    return result
-
-
-def _work(call: Callable[[], T], result: "Future[T]", x64: bool) -> None:
+def _work(call: Callable[[], T], failed: Failed, result: "Future[T]", x64: bool) -> None:
     try:
         with jax.enable_x64(x64):
             found = call()
         result.set_result(found)
     except BaseException as error:  # raised by whoever waits for the result
+        failed(error)
         result.set_exception(error)
 
 

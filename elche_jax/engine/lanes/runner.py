@@ -120,7 +120,10 @@ class LanesRunner(WindowRunner):
         once = launch.hold()  # in the middle of the window, the old state is partly given up
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
-            parts = [drivers.dispatch(at, partial(window.run, at, work)) for at, work in works]
+            parts = [
+                drivers.put("lane", at, partial(window.run, at, work), window.fail)
+                for at, work in works
+            ]
             done, interrupt = _finished(parts, once)
         except BaseException as error:
             window.fail(error)  # the lanes must not wait for each other any more

@@ -133,13 +133,6 @@ class LanesWindow:
             at: Index of the lane.
             work: Its part.
         """
-        try:
-            return self._run(at, work)
-        except BaseException as error:
-            self.fail(error)
-            raise
-
-    def _run(self, at: int, work: Work) -> Result:
         leads, sums, made = at == self.led_by, work.sums, None
         if self.pending:
             made = self._contribute(at, work, sums)
@@ -175,19 +168,15 @@ class LanesWindow:
         if work.lane.alone and at == self.led_by:
             self._arrived(work.lane, [entries_of(made, 0)])  # already there
         else:
-            self.drivers.move(at, partial(self._send, work.lane, made))
+            self.drivers.put("move", at, partial(self._send, work.lane, made), self.fail)
         return made, sent
 
     def _send(self, lane: Lane, made: Contribution) -> None:
         """Send contributions to the lead, in the thread that moves the lane's arrays."""
-        try:
-            rows = [entries_of(made, at) for at in range(lane.world_size)]
-            if self.summed:  # the first device has the sum over the lane
-                rows = [rows[0], *map(without_payload, rows[1:])]
-            rows = jax.device_put(rows, self.lanes.lanes[self.led_by].devices[0])
-        except BaseException as error:  # raised by the lead, which waits for it
-            self.fail(error)
-            return
+        rows = [entries_of(made, at) for at in range(lane.world_size)]
+        if self.summed:  # the first device has the sum over the lane
+            rows = [rows[0], *map(without_payload, rows[1:])]
+        rows = jax.device_put(rows, self.lanes.lanes[self.led_by].devices[0])
         self._arrived(lane, rows)
 
     def _arrived(self, lane: Lane, rows: Sequence[Contribution]) -> None:
@@ -207,13 +196,6 @@ class LanesWindow:
             if not self.agreed.done():
                 self.agreed.set_result(agreed)
 
-    def _agree_apart(self) -> None:
-        """Do the same in a thread of its own."""
-        try:
-            self._agree()
-        except BaseException as error:  # raised by the lanes, which wait for it
-            self.fail(error)
-
     def _agree_across(self, survey: Survey, contributions: Sequence[Contribution]) -> Any:
         """Dispatch `agree` over the leads of all processes."""
         rows = np.pad(survey.take(), ((0, len(self.absent)), (0, 0)))
@@ -232,11 +214,11 @@ class LanesWindow:
 
         The lead never waits for contributions alone: it would count that as its own work.
         """
-        self.drivers.agree(self._agree_apart)
+        self.drivers.put("agree", 0, self._agree, self.fail)
         tokens: list[Any] = []
         for piece in _pieces(work):
             if not self.agreed.done() and len(tokens) >= AHEAD:
-                ready = self.drivers.move(at, tokens[-AHEAD].block_until_ready)
+                ready = self.drivers.put("move", at, tokens[-AHEAD].block_until_ready)
                 wait((self.agreed, ready), return_when=FIRST_COMPLETED)
             sums, token = _accumulate(work, sums, [piece])
             tokens.append(token)
