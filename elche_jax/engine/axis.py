@@ -104,9 +104,11 @@ class ListAxis(ABC):
 
     Attributes:
         size: Number of devices in the job.
+        xp: The module of array functions.
     """
 
     size: int
+    xp: ClassVar[ModuleType]
 
     def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
         return [fn(*one) for one in zip(*values, strict=True)]
@@ -120,6 +122,17 @@ class ListAxis(ABC):
     def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
         (total,) = self.sums(([decoded(one) for one in sent], weight))
         return total
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        """See `DeviceAxis.largest`; the value of the first device if none worked."""
+        values, known = self.xp.stack(leaf), self.xp.stack(worked)
+        has = known.reshape(-1, *[1] * (values.ndim - 1))
+        # the first one's in place of those without work: every dtype has another lowest value
+        return self.xp.where(has, values, values[self.xp.argmax(known)]).max(axis=0)
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        """See `DeviceAxis.first`; the value of the first device if none worked."""
+        return self.xp.stack(leaf)[self.xp.argmax(self.xp.stack(worked))]
 
     @abstractmethod
     def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
@@ -162,16 +175,6 @@ class HostAxis(ListAxis):
             return reduce(lambda a, b: np.add(a, b, out=a), parts, np.asarray(out))
 
         return jax.tree.map(total, *trees)
-
-    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        return np.maximum.reduce(self._of(leaf, worked))
-
-    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        return self._of(leaf, worked)[0]
-
-    @staticmethod
-    def _of(leaf: PerDevice, worked: PerDevice) -> list[Any]:
-        return [x for x, has in zip(leaf, worked, strict=True) if has] or leaf
 
 
 @dataclass(frozen=True)
@@ -234,21 +237,6 @@ class LeadAxis(ListAxis):
             trees = [_times(tree, weight) for tree, weight in zip(trees, weights, strict=True)]
         there = [tree for tree in trees if jax.tree.leaves(tree)]
         return jax.tree.map(lambda *leaves: reduce(jnp.add, leaves), *(there or trees[:1]))
-
-    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        return self._of(leaf, worked, lambda x, y, has: jnp.where(has, jnp.maximum(x, y), x))
-
-    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        return self._of(leaf, worked, lambda x, y, has: x)
-
-    @staticmethod
-    def _of(leaf: PerDevice, worked: PerDevice, both: Callable[[Any, Any, Any], Any]) -> Any:
-        """Combine the values of the devices that worked; the first one's if none did."""
-        value, known = leaf[0], worked[0]
-        for other, has in zip(leaf[1:], worked[1:], strict=True):
-            value = jnp.where(known, both(value, other, has), jnp.where(has, other, value))
-            known |= has
-        return value
 
 
 @dataclass(frozen=True)
