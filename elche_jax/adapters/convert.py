@@ -135,7 +135,7 @@ def from_flax(
             todo = "A state of elche_jax: replicate(state, train.devices)."
         raise TypeError(check.message("from_flax", "flax_state", rule, describe(flax_state), todo))
     parts = {"params": flax_state.params, "opt_state": flax_state.opt_state}
-    check_one_copy("from_flax", "flax_state", parts)
+    check_one_copy("from_flax", flax_state=parts)
     if model_state is None and getattr(flax_state, STATS, None):
         model_state = {STATS: getattr(flax_state, STATS)}
     key = as_key(rng, "from_flax")

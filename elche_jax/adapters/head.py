@@ -143,8 +143,7 @@ class HeadModel(Model):
             TypeError: The head lacks one of these attributes, or it cannot be set.
             ValueError: A leaf holds the copies of several devices.
         """
-        check_one_copy("Model.write_back", "params", params)
-        check_one_copy("Model.write_back", "model_state", model_state)
+        check_one_copy("Model.write_back", params=params, model_state=model_state)
         fields = self._form.fields(head, params, model_state)
         for name in fields:
             if not hasattr(head, name):

@@ -94,8 +94,7 @@ class LinenModel(Model):
             ValueError: A leaf holds the copies of several devices. With one device this
                 cannot be detected: always call `unreplicate`.
         """
-        check_one_copy("Model.merge", "params", params)
-        check_one_copy("Model.merge", "model_state", model_state)
+        check_one_copy("Model.merge", params=params, model_state=model_state)
         return {"params": params, **(model_state or {})}
 
     def run(

@@ -181,8 +181,7 @@ class NnxModel(Model):
 
     def _given(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
         """Return checked copies of the values that the user passed for the variables."""
-        check_one_copy(where, "params", params)
-        check_one_copy(where, "model_state", model_state)
+        check_one_copy(where, params=params, model_state=model_state)
         values = self._found("params", params, "Pass params=.", where)
         values |= self._found("model_state", model_state, "Pass model_state=.", where)
         for slot in self._of_kind("params", "model_state"):

@@ -60,8 +60,7 @@ def check_init(
     Returns:
         Which parameters are trained, and how model state is merged.
     """
-    check_one_copy("TrainStep.init", "params", params)
-    check_one_copy("TrainStep.init", "model_state", model_state)
+    check_one_copy("TrainStep.init", params=params, model_state=model_state)
     check_model_state(model_state)
     if options.merge is not None and model_state is None:
         raise ValueError(
@@ -171,17 +170,18 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
             )
 
 
-def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
-    """Raise if arrays are masked, or are stacked over devices like those of a state."""
-    for path, leaf in named_leaves(where, argument, tree):
-        check_plain(path, leaf, f"{where}: {argument}")
-        # on one device, a stacked array cannot be told from one with an axis of length 1
-        if is_stacked(leaf) and not leaf.is_fully_replicated:
-            name = jax.tree_util.keystr(path) or argument
-            check_not_given_up(where, name, leaf)
-            got = f"leaf {name} with those of {leaf.shape[0]} devices"
-            todo = "Take one: elche_jax.unreplicate."
-            raise ValueError(check.message(where, argument, "be one copy", got, todo))
+def check_one_copy(where: str, **trees: PyTree) -> None:
+    """Raise if arrays of arguments are masked, or stacked over devices like those of a state."""
+    for argument, tree in trees.items():
+        for path, leaf in named_leaves(where, argument, tree):
+            check_plain(path, leaf, f"{where}: {argument}")
+            # on one device, a stacked array cannot be told from one with an axis of length 1
+            if is_stacked(leaf) and not leaf.is_fully_replicated:
+                name = jax.tree_util.keystr(path) or argument
+                check_not_given_up(where, name, leaf)
+                got = f"leaf {name} with those of {leaf.shape[0]} devices"
+                todo = "Take one: elche_jax.unreplicate."
+                raise ValueError(check.message(where, argument, "be one copy", got, todo))
 
 
 MOVED = "elche_jax.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices)"

@@ -291,8 +291,7 @@ class Sweep:
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Return stacked parameters and model state: those of a training state, or copies."""
         if not isinstance(params, TrainState):
-            check_one_copy(self._where, "params", params)
-            check_one_copy(self._where, "model_state", model_state)
+            check_one_copy(self._where, params=params, model_state=model_state)
             variables = Variables(params, model_state)
             return replicate_over(self.fleet, variables)
         if model_state is not None:
