@@ -292,6 +292,8 @@ class ProcessAxis(LeadAxis):
         return [reduce(jnp.add, parts[at::arrays]) for at in range(arrays)]
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        # what a process lacks is all zeros, also where no device has worked and all count
+        worked = list(jnp.stack(worked) & (self._own(self.size) < self.size))
         own = super().largest(leaf, worked)
         return DeviceAxis(len(self.ranks)).largest(own, reduce(jnp.logical_or, worked))
 

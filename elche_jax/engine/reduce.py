@@ -144,9 +144,10 @@ class Reduction:
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
         shares, sound = self._shares(rows, rows.amount, window, xp)
         share = last = axis.mine(shares)
-        shares = shares.astype(xp.float32)
+        shares, idle = shares.astype(xp.float32), False
         if self.spans:
-            last = axis.mine(self._shares(rows, rows.steps, window, xp)[0])
+            by_steps, _ = self._shares(rows, rows.steps, window, xp)
+            last, idle = axis.mine(by_steps), ~(by_steps > 0).any()
         totals, moved, total = self._sums(axis, payload, sums, state, last, share)
         metrics = _metrics(totals, xp) | self._by_device(axis, sums)
         metrics |= _known(totals, metrics, xp)
@@ -154,7 +155,7 @@ class Reduction:
         metrics |= {"share": shares, "exchange_bytes": self._bytes(axis, contributions)}
         metrics["workers"] = 1 / xp.where((shares > 0).any(), (shares**2).sum(), 1)
         metrics |= _distances(axis, payload, total, rows, shares)
-        merged, spread = self._merged(axis, state, moved, last)
+        merged, spread = self._merged(axis, state, moved, last, idle)
         good = (shares > 0).any() & sound
         mean = Mean(total, merged, spread, good, metrics["finite"], sound, metrics["loss"])
         return mean, metrics
@@ -195,9 +196,13 @@ class Reduction:
         return totals, moved, axis.decoded_sum(payload, factor)
 
     def _merged(
-        self, axis: Axis, state: PerDevice, moved: Leaves, weight: PerDevice
+        self, axis: Axis, state: PerDevice, moved: Leaves, weight: PerDevice, idle: Any = False
     ) -> tuple[Leaves, Leaves]:
-        """Merge model state leaf by leaf; also return what to add to pooled variances."""
+        """Merge model state leaf by leaf; also return what to add to pooled variances.
+
+        If `idle`, no device has worked in the window, but the mean counts, as it is of earlier
+        ones, too: model state is then as all devices have it.
+        """
         move = dict(zip(self.merge.means, moved, strict=True))
         means = [mean for mean in self.merge.mean_of if mean is not None]
         spread: Leaves = []
@@ -206,7 +211,7 @@ class Reduction:
             # are far from 0
             apart = axis.each(lambda own: [(own[mean] - move[mean]) ** 2 for mean in means], state)
             (spread,) = axis.sums((apart, weight))
-        worked = axis.each(lambda one: one > 0, weight)
+        worked = axis.each(lambda one: (one > 0) | idle, weight)
         take = {"max": axis.largest, "first": axis.first}
         merged = [
             move[i] if i in move else take[rule](axis.each(lambda own: own[i], state), worked)  # noqa: B023  # called at once

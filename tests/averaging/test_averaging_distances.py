@@ -78,6 +78,15 @@ def test_distances_are_those_of_float64(axis, compression, x64):
     np.testing.assert_allclose(metrics["cosine"], g @ mean / (norm * length), rtol=rtol)
 
 
+def test_what_a_process_lacks_is_never_the_largest():
+    """Its zeros are in the place of a second device, also in a window that counts for all."""
+    axis = ProcessAxis(3, ((0, 1), (2,)))
+    own, there = jnp.array([[-3.0, -5.0], [-4.0, 0.0]]), jnp.ones((2, 2), bool)
+    largest = jax.vmap(lambda x, has: axis.largest(list(x), list(has)), axis_name=AXIS)
+    assert largest(own, there).tolist() == [-3, -3]
+    assert largest(own, there.at[0].set(False)).tolist() == [-4, -4]
+
+
 @pytest.mark.parametrize("others", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_parameters_of_dtypes_that_nothing_promotes(others):
     """Packed together they would be an error of JAX's."""

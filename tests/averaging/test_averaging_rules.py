@@ -445,6 +445,32 @@ def test_with_fragments_model_state_is_merged_by_the_work_of_the_window(merge, e
     assert at == 13
 
 
+@pytest.mark.parametrize("exchange", [None, slow(elche.HostExchange())], ids=["devices", "host"])
+def test_with_fragments_a_window_without_weight_changes_no_model_state(exchange):
+    """It is exchanged nevertheless, as a fragment's shares are those of earlier windows, too."""
+
+    def loss(p, state, batch, rng):
+        losses, weight = loss_fn(p, batch, rng) * batch["own"], batch["own"].sum()
+        return elche.Weighted(losses.sum(), weight), {name: x + 1 for name, x in state.items()}
+
+    train = elche.build_train_step(
+        loss, SGD, devices=jax.devices()[:2], exchange=exchange,
+        averaging=elche.DiLoCo(SGD, fragments=2), cadence=elche.Replay([(2, 2)] * 3),
+        merge={"most": "max", "steps": "max", "first": "first", "mean": "mean"},
+    )  # fmt: skip
+    rows = {name: leaf[: 12 * BATCH] for name, leaf in data().items()}
+    rows["own"] = np.repeat(np.float32([1, 0, 1]), 4 * BATCH)  # by window
+    begun = {"most": np.float32(0), "steps": np.int32(0), "first": np.float32(5),
+             "mean": np.float32(0)}  # fmt: skip
+    state, seen = train.init(params(), model_state=begun), []
+    for window in train.windows(rows, BATCH, shuffle=False):
+        state, metrics = train(state, window)
+        assert bool(metrics["finite"])
+        seen.append({name: x.tolist() for name, x in jax.device_get(state.model_state).items()})
+    at = [{"most": n, "steps": n, "first": 5 + n, "mean": n} for n in (2, 2, 4)]
+    assert seen == [{name: [x, x] for name, x in one.items()} for one in at]
+
+
 # windows whose exchange is late
 
 
