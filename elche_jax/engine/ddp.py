@@ -6,6 +6,7 @@ replicated pytrees that compile once per set of shapes, and the times that a cad
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -157,8 +158,9 @@ class DDP:
             A function of stacked pytrees that returns the stacked result. Arguments may be
             arrays of the host; those that differ by device are arrays with one entry for each of
             `ranks`, such as `np.array(counts)[list(ddp.ranks)]`. A call raises ValueError if a
-            leaf is not stacked, if there is none, or if `fn` uses a named axis over devices of
-            several kinds or processes.
+            leaf is not stacked, if there is none, if the buffer of one was given up before or is
+            donated and passed twice, or if `fn` uses a named axis over devices of several kinds or
+            processes.
 
         Raises:
             TypeError: If `fn` is not callable, or a position not an integer.
@@ -184,6 +186,7 @@ class DDP:
                 rule, got = "get at least one array", "none"
                 raise ValueError(check.message("DDP.map", "the mapped function", rule, got))
             self._check("map", args, "Make it with replicate, or as an np.array of one per device.")
+            _check_donated(args, donated)
             if isinstance(self.fleet, Lanes):
                 args = self.fleet.place(args)
                 if (key := signature(args)) not in known:
@@ -365,10 +368,29 @@ class DDP:
                     f"({len(self.ranks)}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
                     f"{describe(leaf)}. {todo}"
                 )
+            # JAX's programs end the process if they get one
+            if isinstance(leaf, StackedArray) and leaf.is_deleted():
+                raise ValueError(
+                    f"DDP.{name}: every leaf must still be there, the buffer of leaf "
+                    f"{jax.tree_util.keystr(path) or 'tree'} was given up to a call that it was "
+                    "donated to. Use what that call returned, or copy it before (leaf.copy())."
+                )
             if isinstance(leaf, np.ndarray):  # on a device all have been converted
                 check_integers(
                     f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf
                 )
+
+
+def _check_donated(args: tuple[PyTree, ...], donated: Sequence[int]) -> None:
+    """Check that what a call may reuse is passed to it once; it would end the process."""
+    given = {at: arg for at, arg in enumerate(args) if at in donated}
+    times = Counter(map(id, jax.tree.leaves(args))) if given else {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
+        if isinstance(leaf, StackedArray) and times[id(leaf)] > 1:
+            raise ValueError(
+                "DDP.map: every leaf of donate_argnums must be an array of its own, got leaf "
+                f"{jax.tree_util.keystr(path)}, which is passed twice. Copy it: leaf.copy()."
+            )
 
 
 def _refuse_axes(fleet: Lanes, fn: Callable[..., PyTree], args: PyTree) -> None:

@@ -59,6 +59,44 @@ def test_donated_arguments_are_given_up(ddp):
     assert x.is_deleted() and not y.is_deleted()
 
 
+def test_what_was_given_up_is_refused_by_all(ddp):
+    """To a program of JAX's that has run before it would be the end of the process."""
+    there = ddp.replicate({"w": np.ones(2, "float32")})
+    doubled = ddp.map(lambda tree: jax.tree.map(lambda x: 2 * x, tree))
+    calls = {
+        "map": doubled, "all_reduce_gradients": ddp.all_reduce_gradients,
+        "weighted_all_reduce_gradients": lambda tree: ddp.weighted_all_reduce_gradients(
+            tree, [1] * ddp.world_size
+        ),
+        "sync_params": ddp.sync_params,
+    }  # fmt: skip
+    for call in calls.values():
+        call(there)
+    gone = ddp.replicate({"w": np.ones(2, "float32")})
+    ddp.map(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(gone)
+    for name, call in calls.items():
+        with pytest.raises(
+            ValueError,
+            match=rf"^DDP\.{name}: every leaf must still be there, the buffer of leaf .*\['w'\] "
+            r"was given up to a call that it was donated to\. Use what that call returned, or copy",
+        ):
+            call(gone)
+
+
+def test_what_may_be_reused_is_passed_once(ddp):
+    both = ddp.map(lambda x, y: (x + y["a"], x - y["a"]), donate_argnums=[0, 1])
+    x = ddp.replicate(np.float32(2))
+    with pytest.raises(
+        ValueError,
+        match=r"^DDP\.map: every leaf of donate_argnums must be an array of its own, got leaf "
+        r"\[0\], which is passed twice\. Copy it: leaf\.copy\(\)\.$",
+    ):
+        both(x, {"a": x})
+    host = np.full(ddp.world_size, 3, "float32")  # is copied to the devices
+    for own, want in ((host, [6, 0]), (x, [5, -1])):
+        assert [int(out[0]) for out in both(own, {"a": host})] == want
+
+
 def test_devices_of_one_kind_share_an_axis():
     ddp = elche.DDP(CPUS[:3])
     out = ddp.map(lambda x: jax.lax.psum(x, ddp.axis_name))(np.arange(3.0))
