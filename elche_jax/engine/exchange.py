@@ -39,7 +39,9 @@ def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
     """
     packing = Packing.of(tree)
     summed = jax.lax.psum(packing.pack(tree), axis_name)
-    return Packed(packing, summed, jax.lax.axis_index(axis_name)).tree()
+    # not the device's index: `jax.shard_map` would take the result for one that differs by device
+    known = (x.reshape(-1)[0].astype(jnp.int32) for x in summed if x.size)
+    return Packed(packing, summed, next(known, np.int32(0))).tree()
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,24 @@ def test_sums_and_means_of_any_tree(weights, seed):
 
 
 @pytest.mark.parametrize("fn", [weighted_psum, weighted_mean])
+def test_results_are_known_to_be_replicated(fn):
+    """By `jax.shard_map`, and by `jax.vmap`."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    tree = {"a": np.arange(8.0, dtype="f"), "b": np.arange(8.0, 16.0, dtype="f")}
+    weights = np.array([1, 2, 3, 4], "f")
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.shard_map(
+        lambda x, n: fn(x, n[0], AXIS), mesh=mesh, in_specs=spec(AXIS), out_specs=spec()
+    )
+    rows = {name: leaf.reshape(4, 2) for name, leaf in tree.items()}
+    mapped_by_vmap = jax.vmap(lambda x, n: fn(x, n, AXIS), axis_name=AXIS, out_axes=None)
+    for out in (jax.jit(sharded)(tree, weights), mapped_by_vmap(rows, weights)):
+        for name, leaf in rows.items():
+            want = weights.astype("d") @ leaf / (weights.sum() if fn is weighted_mean else 1)
+            np.testing.assert_allclose(out[name], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fn", [weighted_psum, weighted_mean])
 def test_weight_0_contributes_nothing(fn):
     x = jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf], [3.0, 5.0]])
     out = mapped(lambda x, n: fn(x, n, AXIS), x, jnp.array([2, 0, 2]))
