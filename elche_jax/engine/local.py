@@ -169,10 +169,10 @@ class LocalRule(Rule):
         mine = jax.tree.leaves(self.work.selection.split(after.params)[0])
         kept = averaging_of(after)
         new, outer = self._moved(x, self._pick(mine, part), mean.payload, kept, part)
-        # the outer optimizer may overflow on finite differences
+        new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
+        # the outer optimizer may overflow on finite differences, float16 on any
         fine = all_finite(new)
         good = computed_once(mean.good & fine)
-        new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
         opt_state = None
         if self.averaging.optimizer_state == "average":
             leaves, structure = jax.tree.flatten(before.opt_state)

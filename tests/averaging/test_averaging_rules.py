@@ -471,6 +471,21 @@ def test_with_fragments_a_window_without_weight_changes_no_model_state(exchange)
     assert seen == [{name: [x, x] for name, x in one.items()} for one in at]
 
 
+@pytest.mark.parametrize("exchange", [None, slow(elche.HostExchange())], ids=["devices", "host"])
+def test_an_outer_step_that_overflows_float16_is_not_taken(exchange):
+    """It is finite in float32, in which it is computed."""
+    train = elche.build_train_step(
+        lambda p, batch, rng: -p.astype("float32").sum(), optax.sgd(1000.0), nonfinite="skip",
+        devices=jax.devices()[:2], averaging=elche.DiLoCo(optax.sgd(40.0)), exchange=exchange,
+        cadence=elche.Replay([(2, 2)]),
+    )  # fmt: skip
+    state = train.init(np.full(3, 7, "float16"))
+    for window in train.windows(np.zeros(16, "f"), 4):
+        state, metrics = train(state, window)
+    assert not metrics["finite"] and train.skipped == 1
+    np.testing.assert_array_equal(state.params, np.full((2, 3), 7))
+
+
 # windows whose exchange is late
 
 
