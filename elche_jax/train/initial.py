@@ -21,7 +21,7 @@ from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import check_not_given_up, hold_over, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
-from elche_jax.engine.shapes import difference, named, one_of, shapes_of
+from elche_jax.engine.shapes import check_bits, difference, named, one_of, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.across import check_same_optimizer, check_same_start
@@ -61,6 +61,7 @@ def check_init(
         Which parameters are trained, and how model state is merged.
     """
     check_one_copy("TrainStep.init", params=params, model_state=model_state)
+    check_bits("TrainStep.init", params=params, model_state=model_state)
     check_model_state(model_state)
     if options.merge is not None and model_state is None:
         raise ValueError(
@@ -242,9 +243,6 @@ def check_model_state(model_state: PyTree) -> None:
     """Raise if a leaf of the model state cannot be merged for its dtype, or would overflow."""
     for name, leaf in named(model_state, "model_state"):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        if jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8:
-            rule, got = "have integers of at least 8 bits", f"{array.dtype} in leaf {name}"
-            raise TypeError(check.message("TrainStep.init", "model_state", rule, got))
         if is_real(array):
             check_integers("TrainStep.init", "integers of model_state", name, array)
             continue

@@ -12,6 +12,7 @@ from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
 from elche_jax.engine.place import Placement
+from elche_jax.engine.shapes import check_bits
 
 PyTree = Any
 
@@ -136,6 +137,7 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
     else:
         rows = source.tree
 
+    check_bits("data", leaves=rows)
     if not jax.tree.leaves(rows):
         raise ValueError(f"data: every example must hold at least one array, got {rows!r}.")
 

@@ -24,7 +24,7 @@ from elche_jax.engine.laned import devices_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.place import placing
 from elche_jax.engine.replicas import replicate_over
-from elche_jax.engine.shapes import one_of, shapes_of, signature
+from elche_jax.engine.shapes import check_bits, one_of, shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.engine.talk import Talk
@@ -292,6 +292,7 @@ class Sweep:
         """Return stacked parameters and model state: those of a training state, or copies."""
         if not isinstance(params, TrainState):
             check_one_copy(self._where, params=params, model_state=model_state)
+            check_bits(self._where, params=params, model_state=model_state)
             variables = Variables(params, model_state)
             return replicate_over(self.fleet, variables)
         if model_state is not None:

@@ -72,11 +72,29 @@ def test_a_loss_that_has_no_hash():
     np.testing.assert_allclose(elche.unreplicate(state.params)["w"], 0.9, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-def test_model_state_of_too_few_bits(dtype):
-    text = rf"^TrainStep\.init: model_state must have integers of at least 8 bits, got {dtype} in"
-    with pytest.raises(TypeError, match=text):
-        build().init(PARAMS, model_state={"s": np.zeros(2, dtype)})
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn"])
+def test_numbers_of_too_few_bits(dtype):
+    """What JAX makes of them has a layout that programs compiled ahead of time refuse."""
+    few, text = (
+        np.zeros((8, 3)).astype(dtype),
+        rf"must have numbers of at least 8 bits, got {dtype} in",
+    )
+    with pytest.raises(
+        TypeError, match=rf"^TrainStep\.init: model_state {text} leaf \['s'\]\. Conv"
+    ):
+        build().init(PARAMS, model_state={"s": few})
+    with pytest.raises(
+        TypeError, match=rf"^TrainStep\.init: params {text} leaf \['q'\]\. Convert "
+    ):
+        build(trainable=lambda path, _: "q" not in path).init({**PARAMS, "q": few})
+    with pytest.raises(TypeError, match=rf"^data: leaves {text} leaf \['q'\]\. Convert it: leaf\."):
+        train = build()
+        train.init(PARAMS)
+        train.windows({"q": few}, 4)
+    with pytest.raises(
+        TypeError, match=rf"^predict: params {text} leaf params\. Convert it: leaf\."
+    ):
+        elche.predict(lambda p, batch: batch, few, np.ones(4, "float32"), 4)
 
 
 @pytest.mark.parametrize("averaging", [None, elche.DiLoCo(optax.sgd(0.7, momentum=0.9))])
