@@ -95,14 +95,15 @@ def initial_state(
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
+    zero: Any = np.int32(0)  # a transfer guard lets pass only what is put on devices explicitly
     state = TrainState(
         params=params,
         opt_state=optimizer_state(optimizer, trained),
         model_state=model_state,
         key=jax.random.key_data(key),
-        microbatches=jnp.int32(0),
-        examples=jnp.int32(0),
-        step=jnp.int32(0),
+        microbatches=zero,
+        examples=zero,
+        step=zero,
         loss_scale=options.loss_scale,
         averaging=initial_averaging(options, trained, merge, model_state),
     )
@@ -131,7 +132,7 @@ def initial_averaging(
     rule, leaves = options.averaging, jax.tree.leaves(trained)
     sizes = [leaf.size for leaf in leaves]
     parts = assign_fragments(sizes, 1 if rule is None else rule.fragments)
-    zeros = [jnp.zeros(leaf.shape, wide_dtype(leaf)) for leaf in leaves]
+    zeros = [np.zeros(leaf.shape, wide_dtype(leaf)) for leaf in leaves]
     state = AveragingState()
     if rule is not None and rule.outer is not None:
         sums = [jnp.asarray(leaf, wide_dtype(leaf)) for leaf in leaves]
@@ -139,13 +140,13 @@ def initial_averaging(
         state = state.replace(outer=tuple(outer))
     # kept on any number of devices and with a host exchange, so that a checkpoint can move there
     if rule is not None and (len(parts) > 1 or options.may_be_late):
-        state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
+        state = state.replace(base=leaves, steps=np.zeros((len(parts),), np.float32))
     if options.rule.compression == "int8":
-        state = state.replace(error=[jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves])
+        state = state.replace(error=[np.zeros(leaf.shape, np.float32) for leaf in leaves])
     if options.may_be_late:
         state = state.replace(merged=merge.of_sent(model_state))
     unchanged = merge.sent.unchanged(state.merged)
-    none = PendingUpdate(zeros, jnp.float32(0), jnp.bool_(True), unchanged)
+    none = PendingUpdate(zeros, np.float32(0), np.bool_(True), unchanged)
     state = state.replace(pending=(none,) * options.rule.delay)
     # an outer optimizer's state is needed even without leaves, as that of plain SGD
     return state if state.outer or jax.tree.leaves(state) else None

@@ -97,6 +97,16 @@ def test_numbers_of_too_few_bits(dtype):
         elche.predict(lambda p, batch: batch, few, np.ones(4, "float32"), 4)
 
 
+@pytest.mark.parametrize("rule", [None, elche.MeanGradient("int8", delay=2)])
+def test_a_state_begins_under_a_guard_against_implicit_transfers(rule):
+    """What is the user's own is on a device; the library puts its own there explicitly."""
+    params, key, train = jax.device_put(PARAMS), jax.random.key(3), build(averaging=rule)
+    with jax.transfer_guard("disallow"):
+        state = train.init(params, rng=key)
+    for mine, theirs in zip(*map(jax.tree.leaves, (state, train.init(PARAMS, rng=3))), strict=True):
+        np.testing.assert_array_equal(mine, theirs, strict=True)
+
+
 @pytest.mark.parametrize("averaging", [None, elche.DiLoCo(optax.sgd(0.7, momentum=0.9))])
 def test_float64_parameters_of_numpy_are_float32_without_a_warning(averaging):
     params = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
