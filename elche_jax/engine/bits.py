@@ -10,6 +10,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.engine.laned import Stacked, StackedArray
+from elche_jax.engine.shapes import named
 
 
 def is_key(leaf: Any) -> TypeGuard[jax.Array]:
@@ -60,6 +61,32 @@ def check_integers(
         rule = f"fit {dtype}, which JAX makes of {leaf.dtype}"
         got = f"{value} in leaf {name}" if name else value
         raise ValueError(check.message(where, what, rule, got, todo))
+
+
+def check_bits(where: str, **trees: Any) -> None:
+    """Raise `TypeError` if numbers have less than 8 bits.
+
+    Programs that are compiled ahead of time refuse the layout that JAX gives them.
+
+    Args:
+        where: The function the user called.
+        **trees: Pytrees by the names of arguments; leaves without a dtype are not looked at.
+    """
+    for argument, tree in trees.items():
+        for name, leaf in named(tree, argument):
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is not None and _bits_of(dtype) < 8:
+                rule, got = "have numbers of at least 8 bits", f"{dtype} in leaf {name}"
+                todo = "Convert it: leaf.astype(...)."
+                raise TypeError(check.message(where, argument, rule, got, todo))
+
+
+def _bits_of(dtype: Any) -> int:
+    for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
+        # for NumPy differences of times are integers
+        if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(dtype, np.timedelta64):
+            return info(dtype).bits
+    return 8
 
 
 def check_numbers(where: str, name: str, array: np.ndarray) -> None:

@@ -4,11 +4,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
-
-from elche_jax import _check as check
 
 PyTree = Any
 
@@ -43,32 +39,6 @@ def named(tree: PyTree, root: str = "tree") -> list[tuple[str, Any]]:
     """Return the leaves of a pytree with their names; `root` is that of a pytree that is a leaf."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(jax.tree_util.keystr(path) or root, leaf) for path, leaf in pairs]
-
-
-def check_bits(where: str, **trees: PyTree) -> None:
-    """Raise `TypeError` if numbers have less than 8 bits.
-
-    Programs that are compiled ahead of time refuse the layout that JAX gives them.
-
-    Args:
-        where: The function the user called.
-        **trees: Pytrees by the names of arguments; leaves without a dtype are not looked at.
-    """
-    for argument, tree in trees.items():
-        for name, leaf in named(tree, argument):
-            dtype = getattr(leaf, "dtype", None)
-            if dtype is not None and _bits_of(dtype) < 8:
-                rule, got = "have numbers of at least 8 bits", f"{dtype} in leaf {name}"
-                todo = "Convert it: leaf.astype(...)."
-                raise TypeError(check.message(where, argument, rule, got, todo))
-
-
-def _bits_of(dtype: Any) -> int:
-    for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
-        # for NumPy differences of times are integers
-        if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(dtype, np.timedelta64):
-            return info(dtype).bits
-    return 8
 
 
 def difference(got: PyTree, want: PyTree) -> str:

@@ -11,7 +11,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import check_integers, is_float, is_key, wide_dtype
+from elche_jax.engine.bits import check_bits, check_integers, is_float, is_key, wide_dtype
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -21,7 +21,7 @@ from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import check_not_given_up, hold_over, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
-from elche_jax.engine.shapes import check_bits, difference, named, one_of, shapes_of
+from elche_jax.engine.shapes import difference, named, one_of, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.across import check_same_optimizer, check_same_start

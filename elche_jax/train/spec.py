@@ -11,8 +11,8 @@ from elche_jax import _check as check
 from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
+from elche_jax.engine.bits import check_bits
 from elche_jax.engine.place import Placement
-from elche_jax.engine.shapes import check_bits
 
 PyTree = Any
 

@@ -15,6 +15,7 @@ import jax
 from elche_jax import _check as check
 from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowRecord, WindowTime
 from elche_jax.data.order import Cursor
+from elche_jax.engine.bits import check_bits
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import fleet_of, names_of
 from elche_jax.engine.digests import digest_of, settings_of
@@ -24,7 +25,7 @@ from elche_jax.engine.laned import devices_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.place import placing
 from elche_jax.engine.replicas import replicate_over
-from elche_jax.engine.shapes import check_bits, one_of, shapes_of, signature
+from elche_jax.engine.shapes import one_of, shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.engine.talk import Talk

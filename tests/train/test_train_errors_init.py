@@ -75,25 +75,21 @@ def test_a_loss_that_has_no_hash():
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn"])
 def test_numbers_of_too_few_bits(dtype):
     """What JAX makes of them has a layout that programs compiled ahead of time refuse."""
-    few, text = (
-        np.zeros((8, 3)).astype(dtype),
-        rf"must have numbers of at least 8 bits, got {dtype} in",
-    )
-    with pytest.raises(
-        TypeError, match=rf"^TrainStep\.init: model_state {text} leaf \['s'\]\. Conv"
-    ):
+    few = np.zeros((8, 3)).astype(dtype)
+
+    def refused(begin):
+        text = rf"{begin} must have numbers of at least 8 bits, got {dtype} in leaf "
+        return pytest.raises(TypeError, match=rf"^{text}\S+\. Convert it: leaf\.astype")
+
+    with refused(r"TrainStep\.init: model_state"):
         build().init(PARAMS, model_state={"s": few})
-    with pytest.raises(
-        TypeError, match=rf"^TrainStep\.init: params {text} leaf \['q'\]\. Convert "
-    ):
+    with refused(r"TrainStep\.init: params"):
         build(trainable=lambda path, _: "q" not in path).init({**PARAMS, "q": few})
-    with pytest.raises(TypeError, match=rf"^data: leaves {text} leaf \['q'\]\. Convert it: leaf\."):
-        train = build()
-        train.init(PARAMS)
+    train = build()
+    train.init(PARAMS)
+    with refused("data: leaves"):
         train.windows({"q": few}, 4)
-    with pytest.raises(
-        TypeError, match=rf"^predict: params {text} leaf params\. Convert it: leaf\."
-    ):
+    with refused("predict: params"):
         elche.predict(lambda p, batch: batch, few, np.ones(4, "float32"), 4)
 
 
