@@ -136,7 +136,7 @@ def as_bits(leaf: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array
         bits, parts_back = as_bits(parts)
         return bits, lambda bits: jax.lax.complex(*parts_back(bits))
     bare = jnp.dtype(f"uint{8 * dtype.itemsize}")
-    sent = jnp.promote_types(bare, jnp.uint32)
+    sent = np.promote_types(bare, np.uint32)
 
     def back(bits: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(bits.astype(bare), dtype)

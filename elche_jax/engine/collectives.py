@@ -77,7 +77,8 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         [2.0, 2.0]
     """
     summed, total = packed_psum(weighted_terms("weighted_mean", tree, weight), axis_name)
-    return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, tree)
+    means = jax.tree.map(lambda s: s / total.astype(s.dtype), summed)
+    return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, tree)
 
 
 def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
@@ -115,7 +116,7 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
     weight = jnp.asarray(weight)
     if weight.shape != ():
         raise ValueError(f"{where}: weight must be a scalar, got shape {weight.shape}.")
-    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    weight = wide(weight)
     weight = jnp.where(weight < 0, jnp.nan, weight)
 
     def times(path: Any, leaf: Any) -> Any:

@@ -25,7 +25,7 @@ import optax
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
 from elche_jax.engine.axis import Axis, PerDevice
-from elche_jax.engine.bits import wide
+from elche_jax.engine.bits import wide, wide_dtype
 from elche_jax.engine.choice import chosen, computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.finite import all_finite, none_worse
@@ -105,7 +105,7 @@ class LocalRule(Rule):
                 trained, opt_state = chosen(
                     own.weight > 0, (trained, opt_state), (local.trained, local.opt_state)
                 )
-            steps = local.steps + (1 if self.work.form != "weighted" else own.weight > 0)
+            steps = local.steps + jnp.float32(self.work.form != "weighted" or own.weight > 0)
             return local.plus(own, trained=trained, opt_state=opt_state, steps=steps)
 
         return body
@@ -151,7 +151,7 @@ class LocalRule(Rule):
         payload, error = encode(progress, error, worked, self.compression)
         weight = sums["weight"]
         g, x = packed(jnp, decoded(payload), list(map(wide, base)))
-        ends = [start - less for start, less in zip(x, g, strict=True)]
+        ends = [start - less.astype(start.dtype) for start, less in zip(x, g, strict=True)]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
         row = Row(steps, own, loss, weight, dot(ends, ends, jnp), done.steps)
@@ -342,4 +342,4 @@ def _progress(before: Leaves, after: Leaves) -> Leaves:
 
 
 def _less(params: Leaves, progress: Leaves) -> Leaves:
-    return [wide(x) - g for x, g in zip(params, progress, strict=True)]
+    return [wide(x) - g.astype(wide_dtype(x)) for x, g in zip(params, progress, strict=True)]

@@ -208,7 +208,7 @@ def microbatch_terms(
         a weight in the thousands would overflow.
     """
     size = batch_size_of(batch)
-    mask = jnp.arange(size) < valid
+    mask = jnp.arange(size, dtype=valid.dtype) < valid
     loss, new_state, aux = loss_fn(params, model_state, batch, mask, rng)
     if form == "scalar":
         share = 1.0 if loss_fn.mask_key is None else valid.astype(jnp.float32) / size
@@ -218,7 +218,8 @@ def microbatch_terms(
         weight = valid.astype(jnp.float32)
         # a `where`, not a product: the loss of an invalid example may be NaN
         # float64 until then, as what is divided here is what the gradient is multiplied by
-        mean = (wide(jnp.where(mask, loss, 0)).sum() / weight).astype(jnp.float32)
+        total = wide(jnp.where(mask, loss, 0)).sum()
+        mean = (total / valid.astype(total.dtype)).astype(jnp.float32)
     else:
         weight = sound_weight(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)))
         mean = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0)

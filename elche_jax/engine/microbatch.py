@@ -94,7 +94,7 @@ class Gradient:
         sums = Terms(zero, zero, dict.fromkeys(self.metrics, zero), model_state, grads)
         sums = self.add(plus, sums, i, trained)
         weight = jnp.where(sums.weight > 0, sums.weight, 1)
-        grads = jax.tree.map(lambda g: g / weight, sums.grads)
+        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), sums.grads)
         return sums.replace(grads=grads, loss=sums.loss / weight)
 
     def add(
@@ -119,8 +119,11 @@ class Gradient:
 
 def plus(sums: Terms, own: Terms) -> Terms:
     """Return sums with the terms of one more microbatch, or part of one."""
-    grads = jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads)
-    return sums.plus(own, grads=grads)
+
+    def add(total: Any, g: Any) -> Any:
+        return total + g * own.weight.astype(g.dtype)
+
+    return sums.plus(own, grads=jax.tree.map(add, sums.grads, own.grads))
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Microbatches:
         def unscaled(grad: Any) -> Any:
             # before the division: small float16 gradients would become zero again
             grad = wide(grad)
-            return grad if scale is None else grad / scale
+            return grad if scale is None else grad / jnp.asarray(scale, grad.dtype)
 
         def read(i: Any) -> Part:
             place = call_args.start + i
@@ -231,7 +234,7 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     if max_norm is None:
         return grads
     # of the quotients: squares of `grads` may overflow, or be flushed to 0
-    norm = optax.tree.norm(jax.tree.map(lambda g: g / weight, grads))
+    norm = optax.tree.norm(jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     factor = computed_once(jnp.where(jnp.isfinite(norm), factor, jnp.nan))

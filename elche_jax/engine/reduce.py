@@ -135,9 +135,9 @@ class Reduction:
             metrics = _metrics(totals, xp) | self._by_device(axis, sums)
             amount = totals["amount" if self.pending else "weight"]
             by = _divisor(amount, xp)
-            merged, spread = self._merged(axis, state, [x / by for x in moved], weight)
+            merged, spread = self._merged(axis, state, _over(moved, by), weight)
             mean = Mean(
-                [x / by for x in total], merged, [x / by for x in spread],
+                _over(total, by), merged, _over(spread, by),
                 amount > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
             )  # fmt: skip
             return mean, metrics | _known(totals, metrics, xp)
@@ -271,6 +271,10 @@ def _divisor(weight: Any, xp: ModuleType) -> Any:
     weight is flushed to 0.
     """
     return xp.where(weight > 0, weight, xp.inf).astype(xp.float32)
+
+
+def _over(sums: Leaves, by: Any) -> Leaves:
+    return [total / by.astype(total.dtype) for total in sums]
 
 
 def _metrics(totals: dict[str, Any], xp: ModuleType) -> dict[str, Any]:

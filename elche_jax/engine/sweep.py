@@ -300,7 +300,7 @@ def _microbatch(payload: Payload, call_args: CallArgs, i: Any) -> tuple[PyTree, 
     batch = payload.fetch(i, call_args.count)
     size = batch_size_of(batch)
     valid = call_args.valid(call_args.start + i, size)
-    return batch, jnp.arange(size) < valid, valid
+    return batch, jnp.arange(size, dtype=valid.dtype) < valid, valid
 
 
 def _piece(rows: PyTree, total: Any, length: int) -> PyTree:

@@ -29,16 +29,18 @@ def train_on(
 ):  # fmt: skip
     """Each device's parameters after every window, the metrics, and the rest.
 
-    With `wide` the parameters are float64, under `jax.enable_x64`.
+    With `wide` parameters and data are float64, under `jax.enable_x64`.
     """
-    start = {name: leaf.astype("d" if wide else "f") for name, leaf in params().items()}
+    start, rows = params(), rows or data()
+    if wide:
+        start, rows = jax.tree.map(lambda leaf: leaf.astype("d"), (start, rows))
     train = elche.build_train_step(
         loss, tx, devices=devices or jax.devices()[: len(counts[0])], averaging=averaging,
         cadence=elche.Replay(counts), **options,
     )  # fmt: skip
     state, history, metrics = train.init(start), [], []
     with train.windows(
-        rows or data(), BATCH, shuffle=False, placement="stream", window_bytes=window_bytes
+        rows, BATCH, shuffle=False, placement="stream", window_bytes=window_bytes
     ) as windows:
         for window in windows:
             assert window.counts == counts[window.index]

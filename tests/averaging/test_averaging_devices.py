@@ -334,7 +334,9 @@ def test_microbatches_without_weight_are_no_steps():
     rows = data()
     rows["weight"] = np.ones(len(rows["x"]), "float32")
     rows["weight"][2 * BATCH : 4 * BATCH] = 0  # all of device 1 in window 0
-    _, metrics, _, _ = train_on(elche.ParameterAveraging(), [(2, 2), (2, 2)], loss=loss, rows=rows)
+    rule, counts = elche.ParameterAveraging(), [(2, 2), (2, 2)]
+    with jax.numpy_dtype_promotion("strict"):
+        _, metrics, _, _ = train_on(rule, counts, loss=loss, rows=rows)
     assert [m["share"].tolist() for m in metrics] == [[1.0, 0.0], [0.5, 0.5]]
 
 

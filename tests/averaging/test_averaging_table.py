@@ -121,7 +121,8 @@ def test_every_rule_on_every_transport(name, exchange, world):
     outer = by_hand.get("outer")
     want = exchanged.train(COUNTS[world], **by_hand | ({"outer": outer()} if outer else {}))
     config = elche.DDPConfig(exchange=exchange)
-    got, metrics, _, train = averaged.train_on(rule, COUNTS[world], config=config)
+    with jax.numpy_dtype_promotion("strict"):
+        got, metrics, _, train = averaged.train_on(rule, COUNTS[world], config=config)
     rtol, atol = TOLERANCE[by_hand.get("kind")]
     averaged.assert_history(got, want, rtol, atol)
     assert all(said["finite"] for said in metrics) and train.skipped == 0
@@ -167,7 +168,7 @@ def test_float64_parameters_keep_their_digits(name, exchange):
     outer = by_hand.get("outer")
     want = exchanged.train(COUNTS[2], **by_hand | ({"outer": outer()} if outer else {}))
     config = elche.DDPConfig(exchange=exchange)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         got, metrics, state, _ = averaged.train_on(rule, COUNTS[2], config=config, wide=True)
     assert {leaf.dtype.name for leaf in state.params.values()} == {"float64"}
     averaged.assert_history(got, want, *TOLERANCE["float64"])

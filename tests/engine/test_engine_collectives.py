@@ -17,10 +17,14 @@ EXACT = {jnp.float16: 2e-3, jnp.bfloat16: 1.6e-2, jnp.float32: 1e-6}
 
 
 def mapped(fn, *args, devices=None):
-    """The function under `pmap` over as many devices as the arguments have entries."""
+    """The function under `pmap` over as many devices as the arguments have entries.
+
+    JAX is to find no implicit promotion in it.
+    """
     world = len(jax.tree.leaves(args)[0])
     devices = devices or jax.devices()[:world]
-    return program(fn, tuple(devices))(*args)
+    with jax.numpy_dtype_promotion("strict"):
+        return program(fn, tuple(devices))(*args)
 
 
 @cache

@@ -247,7 +247,7 @@ def test_counts_and_gradients_of_any_size(counts, size):
 
 
 def test_weights_of_64_bits():
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         ddp = elche.DDP(DEVICES)
         for counts in ((0.1, 0.1, 0.1), (2**24 + 1, 1, 1)):
             rows = np.array([[1.0], [2.0], [4.0]])

@@ -159,6 +159,20 @@ def test_scalars_are_means_over_their_microbatch(world):
     assert got["two"] == 2.0
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_no_dtype_is_promoted_silently(x64):
+    def metrics(params, batch):
+        x, index = batch["x"], batch["index"]
+        return {"x": x, "weighted": elche.Weighted(x, index)}
+
+    data = examples(47)
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        got = build(metric=metrics)(None, data, 4)
+    x, index = data["x"].astype(np.float64), data["index"]
+    assert got["x"] == pytest.approx(x.mean(), rel=1e-6)
+    assert got["weighted"] == pytest.approx(np.average(x, weights=index), rel=1e-6)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights(world):
     """None at all: not a number. One below 0: not a number, and not a little less."""

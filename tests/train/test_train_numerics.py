@@ -238,7 +238,8 @@ def test_float64_parameters_get_float64_gradients(form, options):
     norm = options.pop("clip", None)
     size = 61 if form == "vector" else 64
     data = {"x": X[:size] / 10, "y": Y[:size], "weight": RNG.integers(1, 9, size)}
-    with jax.enable_x64(True):
+    data = {name: rows.astype("d") for name, rows in data.items()}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         train = elche.build_train_step(
             FORMS[form], optax.sgd(0.1), devices=jax.devices()[:2],
             cadence=elche.Replay([(3, 1)] * 2),
