@@ -171,7 +171,8 @@ class GradientRule(Rule):
         ) -> tuple[PyTree, PyTree]:
             trained, opt_state = state
             updates, opt_state = self.update(counters, grads, opt_state, trained, loss)
-            return (optax.apply_updates(trained, updates), opt_state), updates
+            new = optax.apply_updates(trained, updates)
+            return (new, opt_state), jax.tree.map(_judged, trained, updates, new)
 
         return updated
 
@@ -202,6 +203,16 @@ class GradientRule(Rule):
 def _sums_like(trained: PyTree) -> PyTree:
     """Return shapes and dtypes of sums of gradients."""
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, wide_dtype(p)), trained)
+
+
+def _judged(old: Any, update: Any, new: Any) -> Any:
+    """Return what has to be finite of a parameter's step.
+
+    A sum of finite float16 numbers may overflow.
+    """
+    if jnp.finfo(new.dtype).max >= jnp.finfo(jnp.float32).max:
+        return update
+    return jax.lax.select(jax.lax.is_finite(old), new, update.astype(new.dtype))
 
 
 def _counters(state: TrainState) -> TrainState:

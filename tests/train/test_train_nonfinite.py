@@ -525,3 +525,19 @@ def test_a_window_without_weight_changes_nothing_of_the_optimizer():
         strict=True,
     ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_that_overflows_float16_is_not_taken(world):
+    """Parameters, gradients and steps are finite, and their sum is not."""
+    train = elche.build_train_step(
+        lambda p, batch, rng: -sum(x.astype("f").sum() for x in p), optax.adam(3e4, eps=1e-4),
+        devices=jax.devices()[:world], nonfinite="skip",
+    )  # fmt: skip
+    start = [np.full(3, value, "float16") for value in (7, 8, 9, 60000)]
+    state = train.init(start)
+    for window in train.windows(np.zeros(4 * world, "f"), 4):
+        state, metrics = train(state, window)
+    assert not metrics["finite"] and train.skipped == 1
+    for got, want in zip(state.params, start, strict=True):
+        np.testing.assert_array_equal(got, [want] * world)
