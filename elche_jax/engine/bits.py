@@ -24,6 +24,13 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Return whether JAX has arrays of this dtype, or of one with fewer bits."""
+    # NumPy counts time differences as integers, and may have floats of more than 64 bits
+    numeric = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+    return numeric and dtype.kind != "m" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
 def wide_dtype(leaf: Any) -> np.dtype[Any]:
     """Return the dtype in which floats like these are summed: float32, or their own float64."""
     dtype = np.float64 if leaf.dtype == np.float64 else np.float32
@@ -91,7 +98,7 @@ def _bits_of(dtype: Any) -> int:
 
 def check_numbers(where: str, name: str, array: np.ndarray) -> None:
     """Raise `TypeError` if an array of the host holds no numbers, else see `check_integers`."""
-    if array.dtype.kind in "OSUMm":
+    if not is_numeric(array.dtype):
         raise TypeError(
             f"{where}: every leaf must be an array of numbers, leaf {name} is of dtype "
             f"{array.dtype}."

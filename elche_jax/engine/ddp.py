@@ -159,8 +159,8 @@ class DDP:
             arrays of the host; those that differ by device are arrays with one entry for each of
             `ranks`, such as `np.array(counts)[list(ddp.ranks)]`. A call raises ValueError if a
             leaf is not stacked, if there is none, if the buffer of one was given up before or is
-            donated and passed twice, or if `fn` uses a named axis over devices of several kinds or
-            processes.
+            donated and passed twice, if a donated argument is not passed, or if `fn` uses a named
+            axis over devices of several kinds or processes.
 
         Raises:
             TypeError: If `fn` is not callable, or a position not an integer.
@@ -356,7 +356,7 @@ class DDP:
                     f"DDP.{name}: every leaf of grads must be a float array, leaf "
                     f"{jax.tree_util.keystr(path) or 'grads'} is {describe(leaf)}."
                 )
-        return self._mean(grads, weights[list(self.ranks)])
+        return self._mean(grads, self.fleet.put(weights[list(self.ranks)]))
 
     def _check(
         self, name: str, tree: PyTree, todo: str = "Make it with replicate, or in a pmap."
@@ -382,7 +382,10 @@ class DDP:
 
 
 def _check_donated(args: tuple[PyTree, ...], donated: Sequence[int]) -> None:
-    """Check that what a call may reuse is passed to it once; it would end the process."""
+    """Check that what a call may reuse is passed to it, and once; twice would end the process."""
+    if any(at >= len(args) for at in donated):
+        rule = f"be positions of its arguments, of which there are {len(args)}"
+        raise ValueError(check.message("DDP.map", "donate_argnums", rule, tuple(donated)))
     given = {at: arg for at, arg in enumerate(args) if at in donated}
     times = Counter(map(id, jax.tree.leaves(args))) if given else {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:

@@ -4,14 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
-from elche_jax.engine.bits import check_bits
+from elche_jax.engine.bits import check_bits, is_numeric
 from elche_jax.engine.place import Placement
 
 PyTree = Any
@@ -143,9 +142,7 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
 
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype
-        numeric = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
-        # NumPy counts time differences as integers, and may have floats of more than 64 bits
-        if not numeric or dtype.kind == "m" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        if not is_numeric(dtype):
             raise TypeError(
                 f"data: every leaf must be an array of numbers, leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."

@@ -176,6 +176,10 @@ ONE = {"w": np.ones(2, "float32")}
             r"^DDP\.wrap: every leaf must be an array of numbers, leaf replicas is of dtype <U1\.$",
         ),
         (
+            lambda: elche.DDP.wrap([np.ones(2, np.longdouble)] * 3, DEVICES), TypeError,
+            r"^DDP\.wrap: every leaf must be an array of numbers, leaf replicas is of .*128\.$",
+        ),
+        (
             lambda: DDP3.sync_params(np.full((3, 1), 2**40)), ValueError,
             r"^DDP\.sync_params: integers must fit int32, .* got 1099511627776 in leaf tree\.",
         ),

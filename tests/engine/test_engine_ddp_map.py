@@ -97,6 +97,25 @@ def test_what_may_be_reused_is_passed_once(ddp):
         assert [int(out[0]) for out in both(own, {"a": host})] == want
 
 
+def test_what_may_be_reused_is_passed(ddp):
+    double = ddp.map(lambda x: 2 * x, donate_argnums=[0, 1])
+    with pytest.raises(
+        ValueError,
+        match=r"^DDP\.map: donate_argnums must be positions of its arguments, of which there are "
+        r"1, got \(0, 1\)\.$",
+    ):
+        double(ddp.replicate(np.float32(2)))
+
+
+def test_means_under_a_guard_against_implicit_transfers(ddp):
+    ones = np.ones((ddp.world_size, 3), "f")
+    counts, grads = range(1, ddp.world_size + 1), ddp.replicate({"w": ones[0]})
+    with jax.transfer_guard_host_to_device("disallow"):
+        means = ddp.all_reduce_gradients(grads), ddp.weighted_all_reduce_gradients(grads, counts)
+    for mean in means:
+        np.testing.assert_array_equal(np.asarray(mean["w"]), ones)
+
+
 def test_devices_of_one_kind_share_an_axis():
     ddp = elche.DDP(CPUS[:3])
     out = ddp.map(lambda x: jax.lax.psum(x, ddp.axis_name))(np.arange(3.0))
