@@ -77,8 +77,7 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         [2.0, 2.0]
     """
     summed, total = packed_psum(weighted_terms("weighted_mean", tree, weight), axis_name)
-    means = jax.tree.map(lambda s: s / total.astype(s.dtype), summed)
-    return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, tree)
+    return jax.tree.map(lambda s, x: (s / total.astype(s.dtype)).astype(x.dtype), summed, tree)
 
 
 def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:

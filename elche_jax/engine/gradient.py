@@ -206,9 +206,10 @@ def _sums_like(trained: PyTree) -> PyTree:
 
 
 def _judged(old: Any, update: Any, new: Any) -> Any:
-    """Return what has to be finite of a parameter's step.
+    """Return what must be finite if a parameter's step is taken.
 
-    A sum of finite float16 numbers may overflow.
+    That is the update, and in dtypes of a smaller range than float32 the new parameter, as a sum
+    of finite numbers may overflow there.
     """
     if jnp.finfo(new.dtype).max >= jnp.finfo(jnp.float32).max:
         return update
