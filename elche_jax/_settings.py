@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -16,6 +17,8 @@ NAMES = (
 )  # fmt: skip
 """The context managers of `jax` that change what a function computes. Those that only watch it
 (`log_compiles`, `transfer_guard`, ...) stay in the thread that entered them."""
+
+_VALUES = attrgetter(*[f"jax_{name}" for name in NAMES])  # of `jax.config`, at once
 
 
 def setting(name: str) -> Any:
@@ -34,7 +37,7 @@ def setting(name: str) -> Any:
 
 def settings() -> tuple[Hashable, ...]:
     """Return the values that hold in this thread, in the order of `NAMES`."""
-    return tuple([setting(name) for name in NAMES])
+    return _VALUES(jax.config)
 
 
 def with_settings(fn: Callable[P, R]) -> Callable[P, R]:
