@@ -83,7 +83,7 @@ class Noted(NamedTuple):
     phases: tuple[Phase, ...] = ()
 
 
-class Board:
+class ProgressFile:
     """The file with the notes of one process, mapped into memory.
 
     Attributes:
@@ -105,7 +105,7 @@ class Board:
 
     @classmethod
     def create(cls, path: Path, watched: bool = True, noted: bool = True) -> Self:
-        """Return a board that nobody has written to.
+        """Create an empty file.
 
         Args:
             path: The file.
@@ -113,14 +113,14 @@ class Board:
             noted: Whether phases are noted; if not, only because of whom the process ended.
         """
         path.write_bytes(bytes(_SIZE))
-        board = cls(path)
-        board.words[_WATCHED], board.words[_NOTED] = watched, noted
-        return board
+        file = cls(path)
+        file.words[_WATCHED], file.words[_NOTED] = watched, noted
+        return file
 
     # -- the process that writes, see also the functions below -----------------------
 
     def claim(self) -> bool:
-        """Take the board for this process, as long as it lives.
+        """Take the file for this process, as long as it lives.
 
         Processes that it starts inherit the variable, and must not write.
         """
@@ -188,20 +188,20 @@ class Board:
 
 
 class _Noting(AbstractContextManager[None]):
-    __slots__ = ("_at", "_board", "_kind", "_window")
+    __slots__ = ("_at", "_file", "_kind", "_window")
 
-    def __init__(self, board: Board, kind: str, window: int):
-        self._board, self._kind, self._window = board, kind, window
+    def __init__(self, file: ProgressFile, kind: str, window: int):
+        self._file, self._kind, self._window = file, kind, window
 
     def __enter__(self) -> None:
-        self._at = self._board.begin(self._kind, self._window)
+        self._at = self._file.begin(self._kind, self._window)
 
     def __exit__(self, *_: object) -> None:
-        self._board.end(self._at)
+        self._file.end(self._at)
 
 
-_board: Board | None = None
-_given: Board | None = None  # by a launcher
+_file: ProgressFile | None = None
+_given: ProgressFile | None = None  # by a launcher
 _logged = 0
 _asked = False
 _NOTHING = nullcontext()
@@ -218,36 +218,36 @@ def phase(kind: str, window: int = -1) -> AbstractContextManager[None]:
         >>> with phase("data", 17):
         ...     pass
     """
-    return _NOTHING if _board is None else _Noting(_board, kind, window)
+    return _NOTHING if _file is None else _Noting(_file, kind, window)
 
 
 def completed(window: int, trains: bool) -> None:
     """Note that a window is complete, and whether it trains."""
-    if _board is not None:
-        _board.words[_WINDOW] = window + 1
-        _board.words[_TRAINED] += trains
+    if _file is not None:
+        _file.words[_WINDOW] = window + 1
+        _file.words[_TRAINED] += trains
 
 
 def joined(process: int, several: bool) -> None:
     """Note the index of this process in its job, and whether that has others."""
-    if (board := _board or _given) is not None:
-        board.words[_PROCESS], board.words[_SEVERAL] = process, several
-        board.words[_NOTES] += 1
+    if (file := _file or _given) is not None:
+        file.words[_PROCESS], file.words[_SEVERAL] = process, several
+        file.words[_NOTES] += 1
 
 
 def opened(window: int, ranks: Sequence[int], process: int) -> None:
     """Note that a run begins with a window, on devices of these ranks."""
-    if _board is not None:
-        _board.words[_PROCESS] = process
-        _board.memory[_RANKS] = _named(ranks).encode()[:128].ljust(128, b"\0")
-        _board.words[_FIRST] = _board.words[_WINDOW] = window
-        _board.words[_RUNS] += 1
+    if _file is not None:
+        _file.words[_PROCESS] = process
+        _file.memory[_RANKS] = _named(ranks).encode()[:128].ljust(128, b"\0")
+        _file.words[_FIRST] = _file.words[_WINDOW] = window
+        _file.words[_RUNS] += 1
 
 
 def closed() -> None:
     """Note that a run has ended."""
-    if _board is not None:
-        _board.words[_RUNS] -= 1
+    if _file is not None:
+        _file.words[_RUNS] -= 1
 
 
 def blame(process: int) -> None:
@@ -264,34 +264,34 @@ def ask() -> None:
 
 def asked() -> bool:
     """Return whether this process was asked to save and to end, by a launcher or by itself."""
-    return _asked or (_board is not None and _board.words[_ASKED] != 0)
+    return _asked or (_file is not None and _file.words[_ASKED] != 0)
 
 
 def noting() -> bool:
     """Return whether a launcher or a watchdog reads the notes."""
-    return _board is not None
+    return _file is not None
 
 
 def watched() -> bool:
     """Return whether a watchdog reads the notes."""
-    return _board is not None and _board.words[_WATCHED] != 0
+    return _file is not None and _file.words[_WATCHED] != 0
 
 
-def write_to(board: Board) -> bool:
-    """Note everything on a board from now on; return whether it is this process's own."""
-    global _board
-    if not board.claim():
+def write_to(file: ProgressFile) -> bool:
+    """Note everything in a file from now on; return whether it is this process's own."""
+    global _file
+    if not file.claim():
         return False
-    _board = board
+    _file = file
     os.register_at_fork(after_in_child=_forget)
     return True
 
 
 def told() -> list[str]:
     """Return what the watchdog has done to processes of the job, a line each."""
-    if _board is not None:
+    if _file is not None:
         with suppress(OSError):
-            return (_board.path.parent / TOLD).read_text("utf-8").splitlines()
+            return (_file.path.parent / TOLD).read_text("utf-8").splitlines()
     return []
 
 
@@ -310,19 +310,19 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def _forget() -> None:
-    global _board, _given
-    _board = _given = None
+    global _file, _given
+    _file = _given = None
 
 
 def _begin() -> None:
-    global _board, _given
+    global _file, _given
     path = os.environ.get(VARIABLE)
     if path:
         with suppress(OSError):  # the launcher has ended, and ends this process
-            given = Board(path)
+            given = ProgressFile(path)
             if write_to(given):
                 _given = given
-                _board = given if given.words[_NOTED] else None
+                _file = given if given.words[_NOTED] else None
 
 
 _begin()

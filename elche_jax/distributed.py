@@ -193,10 +193,10 @@ def watch(timeout: float) -> None:
             f"--timeout. Pass it --timeout {timeout:g}."
         )
     from elche_jax.launch.marked import start
-    from elche_jax.launch.watcher import BOARD
+    from elche_jax.launch.watcher import PROGRESS_FILE
 
     folder = Path(tempfile.mkdtemp(prefix="elche-watch-"))
-    _progress.write_to(_progress.Board.create(folder / BOARD))
+    _progress.write_to(_progress.ProgressFile.create(folder / PROGRESS_FILE))
     _progress.joined(0, several=False)
     start("watcher", folder, timeout)
 

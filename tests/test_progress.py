@@ -11,22 +11,22 @@ import children
 import pytest
 
 from elche_jax import _progress, distributed
-from elche_jax._progress import Board, Noted, Phase
+from elche_jax._progress import Noted, Phase, ProgressFile
 from elche_jax.launch import watcher
 from elche_jax.launch.judge import MORE, Judge, Seen, Stuck
 from elche_jax.launch.watchdog import Watchdog
-from elche_jax.launch.watcher import BOARD
+from elche_jax.launch.watcher import PROGRESS_FILE
 
 T = 30.0
 """The timeout of the judges here."""
 
 
 @pytest.fixture
-def board(tmp_path, monkeypatch):
-    """A board on which this process notes what it does."""
-    board = Board.create(tmp_path / "0")
-    monkeypatch.setattr(_progress, "_board", board)
-    return board
+def notes(tmp_path, monkeypatch):
+    """The file in which this process notes what it does."""
+    notes = ProgressFile.create(tmp_path / "0")
+    monkeypatch.setattr(_progress, "_file", notes)
+    return notes
 
 
 def test_nothing_is_noted_if_nobody_watches():
@@ -40,27 +40,27 @@ def test_nothing_is_noted_if_nobody_watches():
     assert _progress.told() == []
 
 
-def test_a_process_is_asked_to_start_again(board, tmp_path, monkeypatch):
+def test_a_process_is_asked_to_start_again(notes, tmp_path, monkeypatch):
     monkeypatch.setattr(_progress, "_asked", False)
-    launcher = Board(tmp_path / "0")
+    launcher = ProgressFile(tmp_path / "0")
     assert not _progress.asked()
     launcher.ask()
     assert _progress.asked()
     assert launcher.read() == Noted(), "that is nothing it has noted itself"
-    monkeypatch.setattr(_progress, "_board", None)
+    monkeypatch.setattr(_progress, "_file", None)
     assert not _progress.asked()
     distributed.request_restart()
     assert _progress.asked()
 
 
-def test_a_launcher_that_only_asks_is_no_watchdog(board, tmp_path, monkeypatch):
+def test_a_launcher_that_only_asks_is_no_watchdog(notes, tmp_path, monkeypatch):
     assert _progress.watched() and _progress.noting()
-    monkeypatch.setattr(_progress, "_board", Board.create(tmp_path / "1", watched=False))
+    monkeypatch.setattr(_progress, "_file", ProgressFile.create(tmp_path / "1", watched=False))
     assert _progress.noting() and not _progress.watched()
 
 
-def test_phases_of_several_threads(board, tmp_path):
-    others = Board(tmp_path / "0")  # as another process has it
+def test_phases_of_several_threads(notes, tmp_path):
+    others = ProgressFile(tmp_path / "0")  # as another process has it
     inside, go_on = threading.Barrier(4), threading.Event()
 
     def work(kind):
@@ -92,35 +92,35 @@ def test_phases_of_several_threads(board, tmp_path):
     assert after.notes > noted.notes
 
 
-def test_a_phase_ends_with_an_error_and_its_place_is_free_again(board):
+def test_a_phase_ends_with_an_error_and_its_place_is_free_again(notes):
     for _ in range(1000):
         with pytest.raises(KeyError), _progress.phase("window"):
-            assert [one.kind for one in board.read().phases] == ["window"]
+            assert [one.kind for one in notes.read().phases] == ["window"]
             raise KeyError
-    assert board.read().phases == ()
+    assert notes.read().phases == ()
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([0, 1, 5], "ranks 0, 1 and 5")]
 )
-def test_ranks(board, ranks, text):
+def test_ranks(notes, ranks, text):
     _progress.opened(0, ranks, 0)
-    assert board.read().ranks == text
+    assert notes.read().ranks == text
     _progress.closed()
 
 
-def test_very_many_ranks_are_cut(board):
+def test_very_many_ranks_are_cut(notes):
     _progress.opened(0, range(500), 0)
-    assert board.read().ranks.startswith("ranks 0, 1, 2, ")
+    assert notes.read().ranks.startswith("ranks 0, 1, 2, ")
     _progress.closed()
 
 
-def test_what_was_told_is_logged_once_with_the_next_note(board, tmp_path, caplog, monkeypatch):
+def test_what_was_told_is_logged_once_with_the_next_note(notes, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(_progress, "_logged", 0)
     for line in ("process 1 was killed", "process 2 was killed"):
         with (tmp_path / "told").open("a") as file:
             print(line, file=file)
-        board.tell()
+        notes.tell()
         for _ in range(3):
             with _progress.phase("data"):
                 pass
@@ -130,8 +130,8 @@ def test_what_was_told_is_logged_once_with_the_next_note(board, tmp_path, caplog
     assert _progress.told() == ["process 1 was killed", "process 2 was killed"]
 
 
-def test_what_cannot_be_told_ends_nobody(board, tmp_path, caplog):
-    watchdog = Watchdog({0: board}, timeout=1.0)
+def test_what_cannot_be_told_ends_nobody(notes, tmp_path, caplog):
+    watchdog = Watchdog({0: notes}, timeout=1.0)
     watchdog.tell(tmp_path / "cleared", "process 1 was killed", alive=[0])
     with _progress.phase("data"):
         pass
@@ -156,13 +156,13 @@ print(_progress.noting())
 
 @pytest.mark.parametrize("noted", [False, True])
 def test_because_of_whom_a_process_ends_is_always_noted(noted, tmp_path):
-    board = Board.create(tmp_path / "0", watched=False, noted=noted)
-    assert board.because is None
+    notes = ProgressFile.create(tmp_path / "0", watched=False, noted=noted)
+    assert notes.because is None
     done = children.run(
-        sys.executable, "-c", BLAMES, BLAMES, env={_progress.VARIABLE: str(board.path)}
+        sys.executable, "-c", BLAMES, BLAMES, env={_progress.VARIABLE: str(notes.path)}
     )
     assert (done.stdout.split(), done.stderr) == (["False", str(noted)], "")
-    assert board.because == 0, "not what those have said that it has started"
+    assert notes.because == 0, "not what those have said that it has started"
 
 
 WRITES = """
@@ -183,13 +183,13 @@ with _progress.phase("data", 3):
 
 def test_only_the_process_itself_notes(tmp_path):
     """Not those that it starts, which inherit the variable or the memory; and notes outlive it."""
-    board = Board.create(tmp_path / "0")
+    notes = ProgressFile.create(tmp_path / "0")
     done = children.run(
-        sys.executable, "-c", WRITES, WRITES, env={_progress.VARIABLE: str(board.path)}
+        sys.executable, "-c", WRITES, WRITES, env={_progress.VARIABLE: str(notes.path)}
     )
     assert (done.returncode, done.stdout.split(), done.stderr) == (-9, ["True", "False"], "")
-    assert [one.kind for one in board.read().phases] == ["data"]
-    assert board.read().pid
+    assert [one.kind for one in notes.read().phases] == ["data"]
+    assert notes.read().pid
 
 
 # -- the judge: what is noted, its state and how much time has passed
@@ -329,31 +329,31 @@ def test_a_timeout_that_is_none(timeout, error, message):
         distributed.watch(timeout)
 
 
-def test_a_process_that_is_watched(board, monkeypatch, caplog):
+def test_a_process_that_is_watched(notes, monkeypatch, caplog):
     with pytest.raises(RuntimeError, match=r"distributed\.watch: it must be called once"):
         distributed.watch(30)
-    monkeypatch.setenv(_progress.VARIABLE, os.fspath(board.path))
+    monkeypatch.setenv(_progress.VARIABLE, os.fspath(notes.path))
     caplog.set_level("INFO")
     distributed.watch(30)
     assert "the launcher watches this process, distributed.watch does nothing" in caplog.text
 
 
-def test_windows_that_were_trained_stay_counted(board):
+def test_windows_that_were_trained_stay_counted(notes):
     _progress.opened(5, [0], 0)
     _progress.completed(5, trains=True)
     _progress.opened(0, [0], 0)  # an evaluation
     _progress.completed(0, trains=False)
-    assert board.read().trained == 1
+    assert notes.read().trained == 1
 
 
-def test_more_phases_than_places_are_not_seen_and_do_no_harm(board):
+def test_more_phases_than_places_are_not_seen_and_do_no_harm(notes):
     with ExitStack() as stack:
         for window in range(100):
             stack.enter_context(_progress.phase("window", window))
-        assert 1 < len(board.read().phases) < 100
-    assert board.read().phases == ()
+        assert 1 < len(notes.read().phases) < 100
+    assert notes.read().phases == ()
     with _progress.phase("data", 3):
-        assert [one.kind for one in board.read().phases] == ["data"]
+        assert [one.kind for one in notes.read().phases] == ["data"]
 
 
 def test_a_watchdog_after_initialize_is_an_error(monkeypatch):
@@ -369,9 +369,9 @@ import sys, time
 from pathlib import Path
 from elche_jax import _progress
 from elche_jax.launch.marked import start
-from elche_jax.launch.watcher import BOARD
+from elche_jax.launch.watcher import PROGRESS_FILE
 folder = Path(sys.argv[1])
-_progress.write_to(_progress.Board.create(folder / BOARD))
+_progress.write_to(_progress.ProgressFile.create(folder / PROGRESS_FILE))
 with _progress.phase("data", 3):
     start("watcher", folder, 0.05)
     time.sleep(600)
@@ -386,7 +386,7 @@ def test_a_watchdog_ends_a_process_whose_errors_nobody_reads(tmp_path):
 
 def test_a_watchdog_kills_what_it_may(tmp_path, monkeypatch):
     """A process may have started one of another user, such as `sudo`."""
-    Board.create(tmp_path / BOARD)
+    ProgressFile.create(tmp_path / PROGRESS_FILE)
     killed, stuck = [], Stuck(0, "rank 0", 1.0, 3, "data")
 
     def kill(pid, number):

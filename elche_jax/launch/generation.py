@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from elche_jax._progress import AGAIN, MEMORY, VARIABLE, Board
+from elche_jax._progress import AGAIN, MEMORY, VARIABLE, ProgressFile
 from elche_jax.launch.child import Child
 from elche_jax.launch.elastic import Elastic, Failure, Outcome
 from elche_jax.launch.ends import End, Ends
@@ -143,14 +143,14 @@ class Generation:
         width = len(str(max(self._place_of)))
         watched = asked.timeout is not None
         noted = watched or asked.elastic is not None
-        self._boards = {
-            at: Board.create(self._folder / str(at), watched, noted) for at in self._place_of
+        self._notes = {
+            at: ProgressFile.create(self._folder / str(at), watched, noted) for at in self._place_of
         }
         if asked.timeout is not None:
-            self._watchdog = Watchdog(self._boards, asked.timeout, total)
+            self._watchdog = Watchdog(self._notes, asked.timeout, total)
         for at, place in self._place_of.items():
             own = {"ELCHE_PROCESS_ID": str(at), "ELCHE_LOCAL_ID": str(place)}
-            own[VARIABLE] = str(self._boards[at].path)
+            own[VARIABLE] = str(self._notes[at].path)
             prefix = f"[{at:{width}}] ".encode()
             child = Child(
                 at, asked.command, common | own, prefix, shared.output, shared.selector, inherited
@@ -176,12 +176,12 @@ class Generation:
     @property
     def _progress(self) -> bool:
         """Whether a process has trained a window."""
-        return any(board.read().trained for board in self._boards.values())
+        return any(file.read().trained for file in self._notes.values())
 
     @property
     def _raised(self) -> int | None:
         """A process that lives, and has an error that ends others."""
-        return next((at for at in self._alive if self._boards[at].because == at), None)
+        return next((at for at in self._alive if self._notes[at].because == at), None)
 
     def read(self) -> None:
         """Read what the processes print, unless too much of it waits to be written."""
@@ -201,7 +201,7 @@ class Generation:
         for child in [*self._alive.values()]:
             if (code := child.ended()) is not None:
                 del self._alive[child.number]
-                because = self._boards[child.number].because
+                because = self._notes[child.number].because
                 if because is None and code:
                     because = self._raised  # JAX aborted it, before it could say so itself
                 end = End(child.number, code, because)
@@ -219,7 +219,7 @@ class Generation:
         """Ask the processes to save and to end."""
         self._asked_to_end = True
         for at in self._alive:
-            self._boards[at].ask()
+            self._notes[at].ask()
 
     def stop(self, code: int, step: int, hurry: bool = False) -> None:
         """End all with an exit code.
@@ -298,7 +298,7 @@ class Generation:
         if not self._asked.go_on:
             return ", the others are ended"
         if end.because is None:
-            if 0 in self._boards and 0 not in self._alive and self._boards[0].read().several:
+            if 0 in self._notes and 0 not in self._alive and self._notes[0].read().several:
                 return ", the job ends with it" if end.number == 0 else ""
             return ", the others go on"
         # those that exchange once more raise, too

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from elche_jax._progress import TOLD, Board
+from elche_jax._progress import TOLD, ProgressFile
 from elche_jax.launch.judge import Judge, Seen, Stuck
 from elche_jax.launch.marked import state_of
 
@@ -22,13 +22,13 @@ class Watchdog:
         every: Seconds between two looks.
 
     Args:
-        boards: Where each process notes what it does, by its number.
+        progress: Where each process notes what it does, by its number.
         timeout: Seconds that a window may take, see `Judge`.
         processes: Number of processes of the job, if it is known to have several.
     """
 
-    def __init__(self, boards: Mapping[int, Board], timeout: float, processes: int = 1):
-        self._boards, self._judge = boards, Judge(timeout, processes)
+    def __init__(self, progress: Mapping[int, ProgressFile], timeout: float, processes: int = 1):
+        self._progress, self._judge = progress, Judge(timeout, processes)
         self.every = min(max(timeout / PARTS, SHORTEST_S), LONGEST_S)
         self._looked = 0.0
 
@@ -45,7 +45,7 @@ class Watchdog:
         self._looked = now
         seen: dict[int, Seen] = {}
         for process, pid in alive.items():
-            noted = self._boards[process].read()
+            noted = self._progress[process].read()
             seen[process] = Seen(noted, state_of(noted.pid or pid))
         # whatever was longer than two looks, this process was asleep
         self._judge, stuck = self._judge.observe(seen, min(elapsed, 2 * self.every))
@@ -57,4 +57,4 @@ class Watchdog:
         with suppress(OSError), (folder / TOLD).open("a", encoding="utf-8") as file:
             print(line, file=file)
         for process in alive:
-            self._boards[process].tell()
+            self._progress[process].tell()

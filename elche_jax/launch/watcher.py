@@ -10,11 +10,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from elche_jax._progress import Board
+from elche_jax._progress import ProgressFile
 from elche_jax.launch.marked import descendants, kill
 from elche_jax.launch.watchdog import Watchdog
 
-BOARD = "board"
+PROGRESS_FILE = "progress"
 """Name of the file in the folder."""
 
 EVERY_S = 0.1
@@ -22,11 +22,11 @@ EVERY_S = 0.1
 
 def main(watched: int, folder: Path, timeout: float) -> None:
     """Watch a process until it ends; end it if it makes no progress."""
-    board = Board(folder / BOARD)
-    watchdog = Watchdog({0: board}, timeout)
+    file = ProgressFile(folder / PROGRESS_FILE)
+    watchdog = Watchdog({0: file}, timeout)
     while os.getppid() == watched:
         for stuck in watchdog.look({0: watched}, time.monotonic()):
-            stuck = stuck._replace(process=board.read().process)
+            stuck = stuck._replace(process=file.read().process)
             with suppress(OSError):  # nobody may read it, or a disk is full
                 print(f"elche-jax watch: {stuck}", file=sys.stderr, flush=True)
             for pid in [*descendants(watched), watched]:
