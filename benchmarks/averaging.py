@@ -2,11 +2,11 @@
 
     python benchmarks/averaging.py [--microbatches 132000] [--seeds 3] [--plot FILE] [--out FILE]
 
-A character model learns the standard library's own sources on four emulated devices whose
-microbatches take 1.25, 1.25, 2.5 and 5 ms. Every method sees the same number of microbatches
-with Adam, whose learning rate falls to 0 over them. Its initial value, the outer optimizer and the
-treatment of Adam's moments were chosen on other examples and other seeds (5, 7 and 8; for
-gradients from 0.003, 0.005 and 0.01 on seed 0). The loss is that of held-out text, in nats per
+A character model is trained on the source code of Python's standard library, on four emulated
+devices whose microbatches take 1.25, 1.25, 2.5 and 5 ms. Every method trains on the same number of
+microbatches, with Adam and a learning rate that decays to 0. The initial rate, the outer optimizer
+and the treatment of Adam's moments were chosen on other examples and other seeds (5, 7 and 8; for
+gradients from 0.003, 0.005 and 0.01 on seed 0). The loss is measured on held-out text, in nats per
 character, with the parameters that `train.average` returns at the end. Speed is given as a share
 of the limit, and of the control, which takes a turn before and after each method
 (docs/benchmarks.md).
@@ -31,12 +31,12 @@ from elche_jax.lab import EmulatedSpeeds
 FLEET = [1.25, 1.25, 2.5, 5.0]
 LIMIT = sum(1 / ms for ms in FLEET)
 BATCH, CONTEXT, VOCABULARY, WIDTH = 16, 16, 96, 96
-INNER_STEPS = 56  # averaged moments triple the bytes; this still exchanges 50 times fewer
+INNER_STEPS = 56  # averaging the moments triples the bytes; still 50 times fewer are sent
 OUTER = optax.sgd(1.0, momentum=0.5, nesterov=True)  # about 200 exchanges are too few for 0.9
 
 
 def text(characters: int) -> np.ndarray:
-    """Returns the first characters of the standard library's modules, as numbers below 96."""
+    """Return the first characters of the standard library's modules, as numbers below 96."""
     folder, parts, size = Path(sysconfig.get_path("stdlib")), [], 0
     for path in sorted(folder.glob("*.py")):
         parts.append(path.read_text(encoding="utf-8", errors="ignore"))
@@ -48,7 +48,7 @@ def text(characters: int) -> np.ndarray:
 
 
 def examples(codes: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns contexts and the characters that follow them."""
+    """Return contexts and the characters that follow them."""
     places = starts[:, None] + np.arange(CONTEXT)
     return {"x": codes[places], "y": codes[starts + CONTEXT]}
 
@@ -78,7 +78,7 @@ def loss_fn(params, batch, rng):
 
 
 def methods() -> dict[str, tuple[float, dict]]:
-    """Returns the initial learning rate and options of `build_train_step` for each method."""
+    """Return the initial learning rate and options of `build_train_step` for each method."""
     fixed = elche.ElChe(INNER_STEPS, max_anchor=INNER_STEPS)
     average = elche.ParameterAveraging()
     return {
@@ -97,7 +97,7 @@ def diloco(**knobs) -> dict:
 
 
 def run(rate: float, options: dict, data: dict, held_out: dict, seed: int) -> dict:
-    """Trains with one method; returns loss, bytes, windows and seconds."""
+    """Train with one method; return loss, bytes, windows and seconds."""
     microbatches = len(data["y"]) // BATCH
     tx = elche.schedule_by_work(optax.adam)(
         learning_rate=optax.cosine_decay_schedule(rate, microbatches)
@@ -114,7 +114,7 @@ def run(rate: float, options: dict, data: dict, held_out: dict, seed: int) -> di
     for window in train.windows(data, BATCH, seed=seed):
         state, metrics = train(state, window)
         said.append(metrics.get("exchange_bytes", per_window))
-        if window.index == 1:  # excludes what is compiled once
+        if window.index == 1:  # excludes one-time compilation
             jax.block_until_ready(state)
             begun, left = time.perf_counter(), microbatches - sum(window.counts)
     jax.block_until_ready(state)
@@ -155,7 +155,7 @@ def measure(microbatches: int, seeds: int) -> dict[str, list[dict]]:
 
 
 def summary(found: dict[str, list[dict]]) -> str:
-    """Returns the table for the docs."""
+    """Return the table for the docs."""
     base = found["gradients, every microbatch"]
     lines = [
         "| method | loss | against gradients | bytes per device | times fewer | seconds | "

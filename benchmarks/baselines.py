@@ -13,7 +13,7 @@ OPTIMIZER = optax.adam(1e-3)
 
 
 def mlp_params(width: int, depth: int, seed: int = 0, gain: float = 1.0) -> dict:
-    """Returns float32 parameters of a perceptron with `depth` hidden layers."""
+    """Return float32 parameters of a perceptron with `depth` hidden layers."""
     rng = np.random.default_rng(seed)
     sizes = [FEATURES] + [width] * depth + [10]
     return {
@@ -26,7 +26,7 @@ def mlp_params(width: int, depth: int, seed: int = 0, gain: float = 1.0) -> dict
 
 
 def outputs(params, batch):
-    """Returns the logits of the perceptron."""
+    """Return the logits of the perceptron."""
     x = batch["x"]
     for i in range(len(params)):
         x = x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"]
@@ -36,22 +36,22 @@ def outputs(params, batch):
 
 
 def mlp_losses(params, batch, rng):
-    """Returns the cross-entropy per example."""
+    """Return the cross-entropy per example."""
     return optax.softmax_cross_entropy_with_integer_labels(outputs(params, batch), batch["y"])
 
 
 def mlp_loss(params, batch, rng):
-    """Mean cross-entropy of a microbatch."""
+    """Return the mean cross-entropy of a microbatch."""
     return mlp_losses(params, batch, rng).mean()
 
 
 def surrogate_params() -> dict:
-    """Returns the parameters of a linear surrogate, `w . x + b`."""
+    """Return the parameters of a linear surrogate, `w . x + b`."""
     return {"w": np.zeros(FEATURES, "float32"), "b": np.float32(0)}
 
 
 def surrogate_loss(params, batch, rng):
-    """Mean square error of a linear surrogate of a simulator that runs at training time.
+    """Return the mean squared error of a linear surrogate of a simulator run during training.
 
     The simulation is one long trajectory of scalars: every step needs the previous one, so
     a core waits for its own results and leaves most of its units idle. This is necessary to
@@ -69,7 +69,7 @@ def surrogate_loss(params, batch, rng):
 
 
 def examples(count: int) -> dict:
-    """Returns random examples: float32 features, random int32 labels."""
+    """Return random examples: float32 features, random int32 labels."""
     rng = np.random.default_rng(1)
     return {
         "x": rng.normal(size=(count, FEATURES)).astype("float32"),
@@ -78,15 +78,15 @@ def examples(count: int) -> dict:
 
 
 def microbatches(count: int, batch: int, world: int) -> dict:
-    """Returns examples as stacked microbatches, leaves `(world, count, batch, ...)`."""
+    """Return examples as stacked microbatches, leaves `(world, count, batch, ...)`."""
     flat = examples(world * count * batch)
     return jax.tree.map(lambda a: a.reshape(world, count, batch, *a.shape[1:]), flat)
 
 
 def _accumulate(params, batches, count, loss=mlp_loss, hook=None, rank=0, number=0, rows=None):
-    """Sums loss and gradients; `hook` is the emulation, `number` the index of the step.
+    """Sum loss and gradients; `hook` is the emulation, `number` the index of the step.
 
-    With `rows`, `(count, batch)`, `batches` are the examples themselves.
+    With `rows`, indices of shape `(count, batch)`, `batches` holds the examples themselves.
     """
 
     def body(i, sums):
@@ -116,7 +116,7 @@ class PlainPmap:
 
     Args:
         params: Initial parameters.
-        devices: The devices, also those of other processes.
+        devices: The devices, including those of other processes.
         counts: Microbatches of each device per step.
         batch: Examples per microbatch.
         emulate: Slows the devices down, or None.
@@ -206,7 +206,7 @@ class PlainJit:
 
 
 def shuffled(data, count: int, batch: int):
-    """Yields the examples of a step, leaves `(count, batch, ...)`, in a new order every epoch."""
+    """Yield the examples of a step, leaves `(count, batch, ...)`, in a new order every epoch."""
     rng, size = np.random.default_rng(0), len(jax.tree.leaves(data)[0])
     each = count * batch
     while True:

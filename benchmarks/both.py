@@ -17,20 +17,20 @@ class Both:
     """A model on two devices.
 
     Attributes:
-        counts: Microbatches of each device in a window of the first job; also in those of the
-            control, and in those of the jobs on one device.
-        alone: The jobs on one device, by its name.
-        jobs: Those on both.
+        counts: Microbatches of each device in a window of the first job. The control and the jobs
+            on one device use the same counts.
+        alone: The jobs on one device, by the device's name.
+        jobs: The jobs on both devices, by name.
 
     Args:
         params: Initial parameters.
         loss: Loss function of a microbatch.
-        data: Examples, which lie on the devices.
+        data: Examples, kept on the devices.
         batch: Examples per microbatch.
         devices: The two devices, by name.
-        jobs: Options of `build_train_step` for each job on both.
-        warm: Windows before the first turn: speeds are then known, and whether both devices are
-            worth it.
+        jobs: Options of `build_train_step` for each job on both devices, by the job's name.
+        warm: Windows before the first turn, enough to know the speeds and whether both devices
+            are worth using.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Both:
         self._control = apart(params, chosen, self.counts, batch, loss=loss, resident=data)
 
     def rates(self, seconds: float, repeats: int, **others: Callable[[], float]) -> Rates:
-        """Returns microbatches per ms of all jobs, and of others, with the control."""
+        """Return microbatches per ms of all jobs, and of others, with the control."""
         jobs = self.alone | self.jobs
         measures = others | {what: partial(job.rate, seconds) for what, job in jobs.items()}
         control = partial(self._control.rate, seconds)
         return interleave(with_control(measures, control), repeats)
 
     def results(self, case: str, what: str, rates: Rates, **asked: float) -> list[Result]:
-        """Returns a job's share of the faster device alone, and what it spends on exchanges."""
+        """Return a job's speed relative to the faster device alone, and its time for exchanges."""
         faster = max((rates[name] for name in self.alone), key=median)
         records = self.jobs[what].train.records
         sync = tuple(one.sync_ms for one in records if one.steady and all(one.counts))

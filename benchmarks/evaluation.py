@@ -2,9 +2,9 @@
 
     python benchmarks/evaluation.py [--repeats 7] [--batches 600] [--out FILE]
 
-The time is that of the whole call: reading the data, all devices, results on the host. Two
-others take turns with it: windows of one microbatch per device, and the control, hand-written
-loops over the same devices at the same time, each device with its own data and sums
+Times are of whole calls: reading the data, computing on all devices, getting the results to the
+host. Two others take turns with these calls: windows of one microbatch per device, and the control,
+hand-written loops over the same devices at the same time, each device with its own data and sums
 (docs/benchmarks.md).
 """
 
@@ -32,7 +32,7 @@ def metric_fn(params, batch):
 
 
 def rate(call, batches: int) -> float:
-    """Returns microbatches per ms of a call that processes the given number."""
+    """Return the microbatches per ms of a call that processes `batches` of them."""
     begun = time.perf_counter()
     call()
     return batches / (1e3 * (time.perf_counter() - begun))

@@ -2,7 +2,7 @@
 
     python benchmarks/exchange.py [--repeats 9] [--megabytes 100] [--devices 4] [--out FILE]
 
-The trees have the same number of bytes: one array, a transformer's mixture of matrices and
+Three trees have the same number of bytes: one array, a transformer's mix of matrices and
 vectors, and many arrays of one size. Every figure is the median, over repeats, of the ratio to a
 plain psum in the same repeat; below 1 is faster.
 """
@@ -31,7 +31,7 @@ def one_array(numbers: int) -> list[tuple[int, ...]]:
 
 
 def transformer(numbers: int) -> list[tuple[int, ...]]:
-    """Returns layers of four square matrices, a feed-forward of two, norms and biases."""
+    """Return the shapes of layers: four square matrices, a feed-forward of two, norms, biases."""
     width, layers = 512, 0
     layer = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)] + [(width,)] * 9
     size = sum(int(np.prod(shape)) for shape in layer)
@@ -45,7 +45,7 @@ def many_equal(numbers: int) -> list[tuple[int, ...]]:
 
 
 def flat(tree, buckets: int):
-    """Copies into buffers, sums them, and copies back, as buckets do."""
+    """Copy the leaves into buffers, sum these, and copy the results back, as buckets do."""
     leaves = jax.tree.leaves(tree)
     each = -(-sum(leaf.size for leaf in leaves) // buckets)
     groups, size = [[]], 0
@@ -81,7 +81,7 @@ def ways(world: int, megabytes: float) -> dict[str, Callable]:
 
 
 class Timed:
-    """Returns a mapped function that donates its argument."""
+    """A mapped function that donates its argument; a call runs it once and times it."""
 
     def __init__(self, fn: Callable, shapes, devices):
         self._fn = jax.pmap(fn, axis_name=AXIS, devices=devices, donate_argnums=0)
@@ -91,7 +91,7 @@ class Timed:
         self()
 
     def __call__(self) -> float:
-        """Returns the milliseconds of one call."""
+        """Return the milliseconds of one call."""
         begun = time.perf_counter()
         self._tree = jax.block_until_ready(self._fn(self._tree))
         return 1e3 * (time.perf_counter() - begun)

@@ -29,7 +29,7 @@ MOST_AGAIN = 2.0
 
 
 def perceptron(arrays: int, width: int = 16):
-    """Returns parameters, loss and data of a perceptron with the given number of arrays."""
+    """Return parameters, loss and data of a perceptron with the given number of arrays."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -53,7 +53,7 @@ def perceptron(arrays: int, width: int = 16):
 
 
 def transformer(layers: int = 9, width: int = 64, length: int = 16, words: int = 128):
-    """Returns parameters, loss and data of a Flax linen decoder: 16 arrays per layer, plus 6."""
+    """Return parameters, loss and data of a Flax linen decoder: 16 arrays per layer, plus 6."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -90,7 +90,7 @@ def transformer(layers: int = 9, width: int = 64, length: int = 16, words: int =
 
 
 def start(way: str, model: str, world: int, rule: str) -> float:
-    """Returns, in a fresh process, seconds of the first window or of a plain step's first call."""
+    """Return the seconds of a first window or a plain step's first call, in a fresh process."""
     import time
 
     import jax
@@ -151,7 +151,7 @@ def start(way: str, model: str, world: int, rule: str) -> float:
 
 
 def cached_in(folder: str | None) -> dict[str, str]:
-    """Returns the variables of a process that caches its programs in a folder, if there is one."""
+    """Return the environment variables that make a process cache programs in a folder, if any."""
     if folder is None:
         return {}
     return {
@@ -161,7 +161,7 @@ def cached_in(folder: str | None) -> dict[str, str]:
 
 
 def measure(case: str, repeats: int) -> list[Result]:
-    """Returns the seconds of both, and the requirements."""
+    """Return the seconds of both, and how they compare with the requirement."""
     rule = case if case in ("local", "host") else "gradient"
     model = {"one": "200", "again": "200", "local": "100", "host": "100"}.get(case, case)
     world = 1 if case == "one" else 4

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [--repeats 5] [--out FILE]
 
-A step written by hand reads the same shuffled examples, on the GPU or from the host, and gives its
-buffers up. `tiny` is a perceptron whose microbatch takes less time than its dispatch, `large` one
-of some milliseconds. With the CPU, a model of many small steps, in which a GPU is not the faster
-device, and `large`, for which the CPU is not worth its exchange.
+The hand-written step reads the same shuffled examples, on the GPU or from the host, and donates its
+buffers. `tiny` is a perceptron whose microbatch takes less time than its dispatch; a microbatch of
+`large` takes some milliseconds. With the CPU, the models are one of many small steps, for which the
+GPU is not the faster device, and `large`, for which the CPU is not worth its exchange.
 """
 
 from functools import partial
@@ -29,14 +29,14 @@ import elche_jax as elche
 
 TURN_S = 0.8
 WARM = 100
-"""Windows before the first turn of two kinds: it is then known which devices are worth it."""
+"""Windows before the first turn with two kinds, enough to know which devices are worth using."""
 MODELS = {"tiny": (mlp_params(256, 3), 64), "large": (mlp_params(4096, 4), 4096)}
 """Parameters and examples of a microbatch."""
 COUNTS = (1, 8)
 
 
 def one_device(gpu: jax.Device, name: str, count: int, repeats: int) -> list[Result]:
-    """Measures windows of so many microbatches on one GPU as a share of a jit loop's."""
+    """Measure windows of `count` microbatches on one GPU, relative to a jit loop by hand."""
     params, batch = MODELS[name]
     data, found = examples(16 * batch), []
     for placement, source in (("resident", {"resident": data}), ("stream", {"stream": data})):
@@ -64,7 +64,7 @@ def one_device(gpu: jax.Device, name: str, count: int, repeats: int) -> list[Res
 def two_kinds(
     gpu: jax.Device, name: str, params, loss, batch: int, epoch: int, repeats: int
 ) -> list[Result]:
-    """Measures a GPU and a CPU together, in epochs of so many microbatches."""
+    """Measure a GPU and a CPU together, in epochs of `epoch` microbatches."""
     devices, jobs = {"gpu": gpu, "cpu": jax.devices("cpu")[0]}, {"both": {"cadence": elche.ElChe()}}
     both = Both(params, loss, examples(epoch * batch), batch, devices, jobs, WARM)
     rates = both.rates(3 * TURN_S, repeats)
@@ -75,7 +75,7 @@ def two_kinds(
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = options_of(__doc__, "benchmarks/results/gpu.json", 5)
     arguments = parser.parse_args()
     gpu = jax.devices()[0]
@@ -85,7 +85,7 @@ def main() -> None:
     for name, count in product(MODELS, COUNTS):
         found += one_device(gpu, name, count, repeats)
     found += two_kinds(gpu, "steps", surrogate_params(), surrogate_loss, 1, 2048, repeats)
-    # a microbatch of the CPU takes as long as the GPU's epoch
+    # one microbatch on the CPU takes as long as an epoch on the GPU
     found += two_kinds(gpu, "large", MODELS["large"][0], mlp_loss, 512, 256, repeats)
     show(found, arguments.out)
 

@@ -1,4 +1,4 @@
-"""What loading all of `elche_jax` costs over `import jax, flax, optax`.
+"""The time that loading all of `elche_jax` adds to `import jax, flax, optax`.
 
     python benchmarks/import_time.py [--repeats 7]
 
@@ -25,7 +25,7 @@ print(1e3 * (before - begun), 1e3 * (time.perf_counter() - before))
 
 
 def measure() -> tuple[float, float]:
-    """Returns milliseconds of the three imports, and of ours after them."""
+    """Return the milliseconds of these three imports, and of ours after them."""
     root = str(Path(__file__).parents[1])
     out = subprocess.run(
         [sys.executable, "-c", CODE, root], check=True, capture_output=True, text=True

@@ -40,7 +40,7 @@ for window in train.windows({"x": np.ones((640, 3), "float32")}, 4, epochs=None)
 
 
 def measure(world: int) -> float:
-    """Returns the seconds from the signal to the end of the process."""
+    """Return the seconds from the signal to the end of the process."""
     root = str(Path(__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, "-c", CODE, str(world)],

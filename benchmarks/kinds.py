@@ -2,17 +2,17 @@
 
     python benchmarks/kinds.py [--shared] [--model "1 MB"] [--repeats 5] [--out FILE]
 
-A CPU device of JAX and one of the plugin `xla_cpu_pjrt` compute for real, with one thread each.
-In turn in one run: a job on either device alone, both at once in loops of their own without
-exchange (the control), and one job on both. All of these read shuffled examples that lie on the
-device. Beside these, what a user can do without this package: plain pmap on the faster device, on
-the same examples in every step.
+A CPU device of JAX and one of the plugin `xla_cpu_pjrt` really compute, with one thread each.
+These take turns in one run: a job on either device alone, a loop on each device at the same time
+without an exchange (the control), and one job on both devices. All of them read shuffled examples
+that are kept on the device. For comparison, there is what a user can do without this package: plain
+pmap on the faster device, with the same examples in every step.
 
-With `--shared` each device uses all processors, so that two together are no faster than one: the
-job is to be as fast as the faster one alone.
+With `--shared` each device uses all processors, so two devices together are no faster than one: the
+job should be as fast as the faster device alone.
 
-Windows are so long from the start that what devices wait for each other is about one percent of
-them, which is what `ElChe(overhead_target=0.01)` would grow them to.
+Windows are long from the start: waiting for each other takes the devices about one percent of a
+window, the length to which `ElChe(overhead_target=0.01)` would grow them.
 """
 
 import setup_kinds  # noqa: I001,F401  (first: it sets the devices)
@@ -37,19 +37,19 @@ import elche_jax as elche
 
 TURN_S = 10.0
 WARM = 40
-"""Windows before the first turn: speeds are then known, and whether both devices are worth it."""
+"""Windows before the first turn, enough to know the speeds, and if both devices are worth using."""
 BATCH = 64
 MODELS = {
     "latency": (surrogate_params(), surrogate_loss, 100),
     "1 MB": (mlp_params(432, 2), mlp_loss, 1000),
     "20 MB": (mlp_params(2200, 2), mlp_loss, 100),
 }
-"""Parameters, loss, and the anchor: windows of 0.4, 1 and 5 seconds."""
+"""Parameters, loss, and an anchor that makes windows of 0.4, 1 and 5 seconds."""
 RULES = {"mixed": None, "mixed, pending=1": elche.MeanGradient(delay=1)}
 
 
 def measure(name: str, params, loss, anchor: int, repeats: int, shared: bool) -> list[Result]:
-    """Measures a model: every device alone, the control, and the job on both devices."""
+    """Measure a model: every device alone, the control, and the job on both devices."""
     devices = {"first": jax.devices("cpu")[0], "second": jax.devices("twin")[0]}
     long = elche.ElChe(anchor=anchor, max_anchor=anchor)
     jobs = {what: {"cadence": long, "averaging": rule} for what, rule in RULES.items()}
@@ -70,7 +70,7 @@ def measure(name: str, params, loss, anchor: int, repeats: int, shared: bool) ->
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = options_of(__doc__, "benchmarks/results/kinds.json", 5)
     parser.add_argument("--shared", action="store_true", help="all processors for each device")
     parser.add_argument("--model", choices=MODELS, action="append")

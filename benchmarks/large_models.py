@@ -2,10 +2,10 @@
 
     python benchmarks/large_models.py [--repeats 5] [--case adam] [--out FILE]
 
-A perceptron of 67 MB of parameters and microbatches of 8: what is measured is how often a step
-reads and writes its state. Every repeat is a separate process, a hand-written step with donated
-arguments and ours in turn. Memory is the peak of the process from the moment when parameters and
-data are there, in parameters: Adam's state takes three, gradients one.
+A perceptron with 67 MB of parameters, and microbatches of 8: the time depends mainly on how often a
+step reads and writes its state. Every repeat is a separate process; a hand-written step with
+donated arguments and ours take turns. Memory is the rise of the process's peak once parameters and
+data are loaded, in sizes of the parameters: Adam's state takes three, gradients one.
 """
 
 import resource
@@ -19,13 +19,13 @@ from measure import Result, in_a_process, interleave, ratios, result, run_cases
 WIDTH, DEPTH, BATCH, STEPS = 2048, 4, 8, 40
 WAYS = ("plain", "ours")
 CASES = {"adam": 1, "clip": 1, "sgd": 1, "two": 2}
-"""Devices of each case. `clip`: AdamW of gradients clipped by their norm; `two`: Adam."""
+"""Number of devices of each case. `clip`: AdamW, gradients clipped by global norm; `two`: Adam."""
 MOST = {"ms": 1.5, "memory": 1.75}
 """Required: at most this many times a plain step's."""
 
 
 def step_of(case: str, way: str) -> dict[str, float]:
-    """Returns, in a fresh process, milliseconds per step and the peak of memory."""
+    """Return the milliseconds per step and the rise of the peak memory, in a fresh process."""
     import jax
     import numpy as np
     import optax
@@ -101,7 +101,7 @@ def _peak() -> int:
 
 
 def measure(case: str, repeats: int) -> list[Result]:
-    """Returns the milliseconds and the memory of both, and the requirements."""
+    """Return the time and the memory of both, and their ratios with the requirements."""
     steps = {way: partial(in_a_process, "large_models", "step_of", case, way) for way in WAYS}
     found = interleave(steps, repeats)
     rows = []

@@ -1,9 +1,9 @@
-"""What a late exchange hides: seconds per window with `delay=0`, `delay=1`, and on the host.
+"""What a late exchange hides: milliseconds per window with `delay=0`, `delay=1`, and on the host.
 
     python benchmarks/late_exchange.py [--megabytes 20 60] [--windows 24]
 
-Two emulated devices wait 160 ms per window and compute almost nothing, so that any time
-above 160 ms is the exchange of a large array. Whether the exchange overlaps with the steps
+Two emulated devices wait 160 ms per window and compute almost nothing, so any time above
+160 ms is the exchange of a large array. Whether the exchange overlaps with the steps
 depends on the backend; the medians show it.
 """
 
@@ -40,7 +40,7 @@ def loss_fn(params, batch, rng):
 
 
 def window_ms(name: str, megabytes: float, windows: int) -> float:
-    """Returns the median milliseconds from window to window, once speeds are known."""
+    """Return the median milliseconds from window to window, after the first `WARM` windows."""
     rule, config = RULES[name]
     train = elche.build_train_step(
         loss_fn, optax.sgd(1e-3), devices=jax.devices()[:2], averaging=rule, config=config,

@@ -32,13 +32,13 @@ class Loop:
         self._windows = train.windows(data, **options)
 
     def warm(self, windows: int) -> None:
-        """Trains some windows, so that programs are compiled and speeds are known."""
+        """Train some windows, so that programs are compiled and speeds are known."""
         for _ in range(windows):
             self._window()
         jax.block_until_ready(self._state)
 
     def rate(self, seconds: float) -> float:
-        """Returns microbatches per ms of a turn of about this length."""
+        """Return microbatches per ms over a turn of about this length."""
         begun, done = time.perf_counter(), 0
         while not done or time.perf_counter() - begun < seconds:
             done += self._window()
@@ -54,13 +54,13 @@ class Loop:
 def steps_rate(
     step: Callable[[], object], microbatches: int, seconds: float, warm: int = 3
 ) -> float:
-    """Returns microbatches per ms of a hand-written step, with at most two in flight.
+    """Return microbatches per ms of a hand-written step, with at most two in flight.
 
     Args:
         step: Dispatches one step; returns something to wait for.
         microbatches: Microbatches per step.
         seconds: Approximate length.
-        warm: Steps before, not counted; the second may compile again.
+        warm: Steps before the measurement; the second one may compile again.
     """
     for _ in range(warm):
         jax.block_until_ready(step())
@@ -85,11 +85,11 @@ class Meter:
         self._per_ms: dict[str, list[float]] = defaultdict(list)
 
     def on(self, turns: Mapping[str, Callable[[], float]]) -> dict[str, Callable[[], float]]:
-        """Returns the same turns, metered."""
+        """Return the same turns, metered."""
         return {name: partial(self._metered, name, turn) for name, turn in turns.items()}
 
     def rates(self) -> Rates:
-        """Returns microbatches per ms of processor time, in the form of `interleave`."""
+        """Return microbatches per ms of processor time, in the form of `interleave`."""
         return {name: tuple(found) for name, found in self._per_ms.items()}
 
     def _metered(self, name: str, turn: Callable[[], float]) -> float:
@@ -104,8 +104,8 @@ class Apart:
     """The control: the same devices at the same time, each in its own loop.
 
     Every device has a hand-written step, a thread that dispatches it, and no connection to the
-    others: no exchange, no engine, no cadence. Whatever devices that work concurrently lose on
-    this machine, they also lose here; no schedule of these devices can reach more.
+    others: no exchange, no engine, no cadence. Whatever concurrent devices lose on this machine,
+    they lose here, too, so no schedule of these devices can reach more.
 
     Args:
         steps: The step of each device; called without arguments, returns something to wait for.
@@ -118,7 +118,7 @@ class Apart:
             steps_rate(step, 1, 0.0)  # compiles
 
     def rates(self, seconds: float) -> tuple[float, ...]:
-        """Returns microbatches per ms of every device in a turn of about this length."""
+        """Return microbatches per ms of every device in a turn of about this length."""
         together = Barrier(len(self._steps))
 
         def loop(step: Callable[[], object], count: int) -> float:
@@ -129,11 +129,11 @@ class Apart:
             return tuple(pool.map(loop, self._steps, self._counts))
 
     def alone(self, rank: int, seconds: float) -> float:
-        """Returns microbatches per ms of a device while the others are idle."""
+        """Return microbatches per ms of a device while the others are idle."""
         return steps_rate(self._steps[rank], self._counts[rank], seconds)
 
     def rate(self, seconds: float) -> float:
-        """Returns microbatches per ms of all devices."""
+        """Return microbatches per ms of all devices."""
         return sum(self.rates(seconds))
 
 
@@ -141,7 +141,7 @@ def apart(
     params, devices: Sequence[jax.Device], counts: Sequence[int], batch: int, emulate=None,
     updates: int = 1, **options,
 ) -> Apart:  # fmt: skip
-    """Returns the control of a training: every device accumulates and updates on its own.
+    """Return the control of a training run: every device accumulates and updates on its own.
 
     Args:
         params: Initial parameters.
@@ -149,9 +149,9 @@ def apart(
         counts: Microbatches per step of each device.
         batch: Examples per microbatch.
         emulate: Slows the devices down, or None.
-        updates: Steps per call. The CPU runtime does not queue a program that calls the host,
-            as emulated devices do; with several steps, the dispatching thread rarely delays
-            the device, as with a queue.
+        updates: Steps per call. The CPU runtime does not queue programs that call the host, as
+            those of emulated devices do. With several steps per call, the dispatching thread
+            rarely delays the device, as if there were a queue.
         options: Further arguments of `baselines.PlainJit`.
     """
     options |= {"emulate": emulate, "updates": updates}
@@ -163,5 +163,5 @@ def apart(
 
 
 def busiest(train: elche.TrainStep) -> tuple[int, ...]:
-    """Returns the counts of the last window in which all devices worked."""
+    """Return the counts of the last window in which all devices worked."""
     return next(one.counts for one in reversed(train.records) if all(one.counts))

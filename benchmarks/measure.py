@@ -67,12 +67,12 @@ class Result:
 
 
 def options_of(doc: str, out: str, repeats: int | None = None) -> argparse.ArgumentParser:
-    """Returns a parser of the options that benchmarks share.
+    """Return a parser of the options that benchmarks share.
 
     Args:
         doc: The benchmark's docstring.
-        out: Where its figures are written unless the user says it.
-        repeats: How many repeats there are unless the user says it; None if it has none.
+        out: Default path of the JSON file.
+        repeats: Default number of repeats; None for a benchmark without repeats.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     if repeats is not None:
@@ -85,26 +85,26 @@ def run_cases(
     doc: str, out: str, repeats: int, cases: Iterable[str],
     measure: Callable[[str, int], list[Result]],
 ) -> None:  # fmt: skip
-    """Measures the cases of a benchmark that the user asks for, and shows their figures.
+    """Measure the requested cases of a benchmark, and show their figures.
 
     Args:
         doc: The benchmark's docstring.
-        out: Where its figures are written unless the user says it.
-        repeats: How many repeats there are unless the user says it.
+        out: Default path of the JSON file.
+        repeats: Default number of repeats.
         cases: Names of all cases.
-        measure: `measure(case, repeats)`; it leaves the devices to processes of its own.
+        measure: `measure(case, repeats)`; only its child processes use the devices.
     """
     parser = options_of(doc, out, repeats)
     parser.add_argument("--case", choices=[*cases], action="append")
     args = parser.parse_args()
     results = [row for case in args.case or cases for row in measure(case, args.repeats)]
-    import setup_devices  # noqa: F401  (only now: no child may share a backend with us)
+    import setup_devices  # noqa: F401  (only now: no child may share a backend with it)
 
     show(results, args.out)
 
 
 def in_a_process(module: str, function: str, *args: object, **environment: str) -> Any:
-    """Returns what a function of a benchmark returns in a separate process, a JSON value."""
+    """Call a function of a benchmark in a separate process; return its result, a JSON value."""
     call = f"import json, {module}; print(json.dumps({module}.{function}{args!r}))"
     paths = [str(ROOT), str(ROOT / "benchmarks")]
     done = subprocess.run(
@@ -115,7 +115,7 @@ def in_a_process(module: str, function: str, *args: object, **environment: str) 
 
 
 def interleave(measures: dict[str, Callable[[], float]], repeats: int) -> Rates:
-    """Calls every measure once per repeat, so that drift affects all equally.
+    """Call every measure once per repeat, so that drift affects all equally.
 
     The order changes between repeats, so that no measure always follows the same one.
     """
@@ -128,12 +128,12 @@ def interleave(measures: dict[str, Callable[[], float]], repeats: int) -> Rates:
 
 
 def ratios(a: Iterable[float], b: Iterable[float]) -> tuple[float, ...]:
-    """Returns the ratios of two systems, repeat by repeat."""
+    """Return the ratios of two systems, repeat by repeat."""
     return tuple(x / y for x, y in zip(a, b, strict=True))
 
 
 def noise(values: Iterable[float], true: float | None = None) -> float:
-    """Returns the possible error of the median of repeats: twice its standard error.
+    """Return the possible error of the median of repeats: twice its standard error.
 
     The standard error is `1.25 * sigma / sqrt(n)`, with sigma from the median absolute deviation,
     as a single disturbed repeat must not count.
@@ -154,7 +154,7 @@ CONTROL = ("control", "control again")
 def with_control(
     measures: dict[str, Callable[[], float]], control: Callable[[], float]
 ) -> dict[str, Callable[[], float]]:
-    """Adds the control, twice: a difference between the two is noise."""
+    """Add the control, twice: a difference between the two is noise."""
     return measures | dict.fromkeys(CONTROL, control)
 
 
@@ -167,7 +167,7 @@ def against_control(
     bound: float | None = None,
     **asked: float,
 ) -> Result:
-    """Returns one system's rates as shares of the control's, which took turns with it.
+    """Return one system's rates as shares of the control's, which took turns with it.
 
     Args:
         case: The case the result belongs to.
@@ -191,12 +191,12 @@ def against_control(
 
 
 def result(case: str, what: str, values: tuple[float, ...], unit: str = "", **bounds) -> Result:
-    """Returns the median of some repeats as a result."""
+    """Return the median of some repeats as a result."""
     return Result(case, what, median(values), unit, repeats=values, noise=noise(values), **bounds)
 
 
 def show(results: list[Result], path: Path) -> None:
-    """Prints the table and writes the JSON file.
+    """Print the table and write the JSON file.
 
     If the columns on the right are filled, `median` is relative to the control. These columns are
     shares of the limit: this system's, the control's, and the most that whole microbatches allow.
@@ -221,7 +221,7 @@ def show(results: list[Result], path: Path) -> None:
 
 
 def write(found: object, path: Path) -> None:
-    """Writes figures to a JSON file."""
+    """Write figures to a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -3,8 +3,9 @@
     python benchmarks/mixed_speeds.py [--repeats 7] [--case a --case b ...] [--out FILE]
 
 The systems take turns in one process, as does the control: the same devices at the same time,
-each in its own hand-written loop, without any exchange (`loops.Apart`). Figures with a required
-value are shares of the control; docs/benchmarks.md explains how to read them.
+each in its own hand-written loop, without any exchange (`loops.Apart`). Rates with a required
+value are shares of the control, or of the hand-written loop that the row names;
+docs/benchmarks.md explains how to read them.
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -31,12 +32,12 @@ CALL_MS = 200  # length of a call of the control, see `loops.apart`
 
 
 def limit(ms) -> float:
-    """Returns the sum of the devices' solo speeds, microbatches per ms."""
+    """Return the sum of the devices' solo speeds, microbatches per ms."""
     return sum(1 / each for each in ms)
 
 
 def bound(total: int, ms) -> float:
-    """Returns the share of the limit of the best split of whole microbatches, without costs."""
+    """Return the share of the limit that the best split of whole microbatches allows."""
     ends = sorted(count * each for each in ms for count in range(1, total + 1))
     return total / ends[total - 1] / limit(ms)
 
@@ -46,14 +47,14 @@ def build(world: int, **options) -> elche.TrainStep:
 
 
 def by_hand(fleet, counts) -> tuple[PlainPmap, Apart]:
-    """Returns a hand-written pmap step with these counts, and the control."""
+    """Return a hand-written pmap step with these counts, and the control."""
     devices, emulate = jax.devices()[: len(fleet)], EmulatedSpeeds(fleet)
     plain = PlainPmap(SMALL, devices, counts, BATCH, emulate)
     return plain, control_of(fleet, counts)
 
 
 def control_of(fleet, counts, batch: int = BATCH) -> Apart:
-    """Returns the control of emulated devices."""
+    """Return the control of emulated devices."""
     longest = max(count * ms for count, ms in zip(counts, fleet, strict=True))
     devices, updates = jax.devices()[: len(fleet)], math.ceil(CALL_MS / longest)
     return apart(SMALL, devices, counts, batch, EmulatedSpeeds(fleet), updates)
@@ -64,7 +65,7 @@ def named(fleet) -> str:
 
 
 def emulated(case: str, fleet, cadence, repeats: int, least: float | None = None) -> list[Result]:
-    """Measures a cadence on emulated devices, and a hand-written step with the same counts."""
+    """Measure a cadence on emulated devices, and a hand-written step with the same counts."""
     emulate, data = EmulatedSpeeds(fleet), examples(65536)
     ours = Loop(build(len(fleet), cadence=cadence, emulate=emulate), SMALL, data, BATCH)
     ours.warm(24)  # the plan settles after 8 reports of steady times
@@ -85,7 +86,7 @@ def emulated(case: str, fleet, cadence, repeats: int, least: float | None = None
 
 
 def brief(cadence) -> str:
-    """Returns a cadence as text, without default arguments."""
+    """Return a cadence as text, without default arguments."""
     told = [
         f"{each.name}={value!r}" if each.default is not MISSING else repr(value)
         for each in fields(cadence)
@@ -95,7 +96,7 @@ def brief(cadence) -> str:
 
 
 def equal_shares(fleet, repeats: int) -> Result:
-    """Measures plain pmap, as written for equal devices."""
+    """Measure plain pmap, as written for equal devices."""
     world, of = len(fleet), limit(fleet)
     plain, control = by_hand(fleet, (1,) * world)
     measures = {"plain": lambda: steps_rate(plain, world, TURN_S)}
@@ -105,7 +106,7 @@ def equal_shares(fleet, repeats: int) -> Result:
 
 
 def case_a(repeats: int) -> list[Result]:
-    """Emulated fleets: ElChe, FixedTotal, and plain pmap."""
+    """Measure emulated fleets with ElChe, FixedTotal and plain pmap."""
     results = []
     for fleet in FLEETS:
         for cadence, least in ((elche.ElChe(), 0.95), (elche.FixedTotal(64), 0.93)):
@@ -115,7 +116,7 @@ def case_a(repeats: int) -> list[Result]:
 
 
 def case_d(repeats: int) -> list[Result]:
-    """A device becomes three times slower in mid-run, compared with a run in which it always is."""
+    """Measure a run in which a device becomes three times slower, and one in which it always is."""
     at, fleet = 10, [5, 5, 10, 20]
     results = []
     for rank in (0, 3):
@@ -147,7 +148,7 @@ def case_d(repeats: int) -> list[Result]:
 
 
 def _steady_from(shares: list[float]) -> int:
-    """Returns the first window at 0.95 whose next one and median of five from it on are, too."""
+    """Return the first `n` with windows `n`, `n + 1` and the median of `n` to `n + 4` at 0.95."""
     for n in range(len(shares) - 4):
         if min(shares[n : n + 2]) >= 0.95 and median(shares[n : n + 5]) >= 0.95:
             return n
@@ -168,7 +169,7 @@ class Dataset:
 
 
 def case_e(repeats: int) -> list[Result]:
-    """Data: throughput of equal devices with fixed counts, by source of the data."""
+    """Measure the throughput of equal devices with fixed counts, by source of the data."""
     arrays, fleet, counts, batch = examples(65536), [5] * 4, (20,) * 4, 32
     devices, emulate = jax.devices()[:4], EmulatedSpeeds(fleet)
     forms = {
@@ -200,7 +201,7 @@ def case_e(repeats: int) -> list[Result]:
 
 
 def case_g(repeats: int) -> list[Result]:
-    """Emulation: time of a window divided by the requested time, the worst of 8 devices."""
+    """Measure the emulation: the relative error of a window's time on the worst of 8 devices."""
     fleet, counts = [5, 5, 10, 20] * 2, (40, 40, 20, 10) * 2
     train = build(8, cadence=elche.Replay([counts] * 100_000), emulate=EmulatedSpeeds(fleet))
     loop = Loop(train, SMALL, examples(65536), BATCH)
@@ -227,7 +228,7 @@ def case_g(repeats: int) -> list[Result]:
 
 
 def case_h(repeats: int) -> list[Result]:
-    """Short steps, with windows hardly longer than their synchronisation."""
+    """Measure short steps, in windows hardly longer than their synchronisation."""
     results = []
     for fleet, cadence in (
         ([1, 2.4], elche.ElChe()),

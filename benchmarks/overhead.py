@@ -25,7 +25,7 @@ TURN_S = 0.8
 
 
 def case_b(repeats: int) -> list[Result]:
-    """Real compute; one of two devices does three times the work."""
+    """Measure real compute, where one of two devices does three times the work."""
     params, work, counts = surrogate_params(), ExtraWork((1, 3)), (240, 80)
     devices = jax.devices()[:2]
     train = elche.build_train_step(
@@ -47,7 +47,7 @@ def case_b(repeats: int) -> list[Result]:
 
 
 def case_c(repeats: int) -> list[Result]:
-    """Equal devices and one device against hand-written steps, with resident and streamed data."""
+    """Measure two equal devices, and one, against hand-written steps; resident, streamed data."""
     params, batch = mlp_params(width=256, depth=3), 64
     count = _count_for_ms(params, batch, 100.0)
     devices = jax.devices()[:2]
@@ -87,7 +87,7 @@ def case_c(repeats: int) -> list[Result]:
     one = turns(1, fed, elche.FixedTotal(count))
 
     def of_hand(world: int, name: str, rates, what: str) -> Result:
-        """Compares with the hand-written loop that does the same work."""
+        """Compare with the hand-written loop that does the same work."""
         values = ratios(rates[name], rates["by hand"])
         return result("c", f"{world} x {count}, {name}, of {what}", values, least=0.98)
 
@@ -105,10 +105,10 @@ def _count_for_ms(params, batch: int, ms: float) -> int:
 
 
 def case_f(repeats: int) -> list[Result]:
-    """The main thread's processor time per window, 8 devices, 50 leaves.
+    """Measure the main thread's processor time per window, 8 devices, 50 leaves.
 
-    For comparison, the cost of dispatching one hand-written pmap step over the same leaves
-    on this machine at the same time.
+    The comparison is with the dispatch of one hand-written pmap step over the same leaves, on
+    this machine at the same time.
     """
     params = {f"w{i:02}": np.zeros(64, "float32") for i in range(50)}
 
@@ -139,7 +139,7 @@ def case_f(repeats: int) -> list[Result]:
 
             return spent(step)
 
-    # more, short turns: in the first one most windows are timed, as speeds are unknown yet
+    # more, short turns: in the first one most windows are timed, as speeds are still unknown
     costs = interleave({"ours": ours, "plain": lambda: spent(plain)}, 3 * repeats)
     what = "main thread per window, 8 devices, 50 leaves"
     return [

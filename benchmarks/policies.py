@@ -1,8 +1,9 @@
 """Accuracy on the digits with every policy of averaging, and with gradients.
 
-Devices step once per microbatch with averaging, and once per window with gradients. There the
-learning rate scales with the square root of the microbatches in a window, the rule for Adam. The
-rates for one microbatch were chosen from 0.001, 0.002, 0.005 and 0.01 on seeds 100 to 102.
+Devices step once per microbatch with averaging, and once per window with gradients. With
+gradients, the learning rate scales with the square root of the microbatches in a window, the rule
+for Adam. The rates for one microbatch were chosen from 0.001, 0.002, 0.005 and 0.01 on seeds 100 to
+102.
 
     python benchmarks/policies.py [--epochs 30] [--seeds 5] [--out FILE]
 
@@ -46,7 +47,7 @@ POLICIES = {
 def accuracy(
     options: dict, epochs: int, seed: int, rate: float, per_step: int
 ) -> tuple[float, int]:
-    """Returns the accuracy on the test set after training, and the number of windows."""
+    """Return the accuracy on the test set after training, and the number of windows."""
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(
         (x / 16).astype("float32"), y.astype("int32"), test_size=0.25, random_state=seed, stratify=y

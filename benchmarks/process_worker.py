@@ -1,8 +1,8 @@
 """One process of a job that trains in turns, as `processes.py` asks on standard input.
 
-It answers every line, `SECONDS STEPS`, by the seconds that a turn took, its steps, and the
-microbatches of the whole job in them. In a job all take as many steps; a process by itself takes
-as many as there is time for.
+It answers every line, `[SECONDS, STEPS]`, with the seconds and the steps that a turn took, and the
+microbatches of the whole job in these steps. In a job all processes take `STEPS` steps; a separate
+process takes as many as fit into `SECONDS`, and at least `STEPS`.
 """
 
 import json
@@ -18,7 +18,7 @@ BATCH, EXAMPLES = 64, 2**20
 
 
 class Sizes(NamedTuple):
-    """Width of a model's two layers; microbatches of a step and of a window of FixedTotal."""
+    """Width of a model's two layers; microbatches per step, and per window of FixedTotal."""
 
     width: int
     each: int
@@ -29,7 +29,7 @@ MODELS = {"1 MB": Sizes(432, 100, 4000), "20 MB": Sizes(2200, 40, 400)}
 
 
 def solo(sizes):
-    """A hand-written jit loop on this process's device alone."""
+    """Make a hand-written jit loop on this process's device alone."""
 
     def make(params, loss, data):
         from baselines import PlainJit
@@ -42,7 +42,7 @@ def solo(sizes):
 
 
 def pmap(each):
-    """Plain pmap over all processes: every device has the same share of a step."""
+    """Make plain pmap over all processes; every device has the same share of a step."""
 
     def make(params, loss, data):
         from baselines import PlainPmap
@@ -55,7 +55,7 @@ def pmap(each):
 
 
 def elche_job(cadence):
-    """This library over all processes."""
+    """Make a job of this library over all processes."""
 
     def make(params, loss, data):
         from baselines import OPTIMIZER
@@ -87,7 +87,7 @@ MODES = {
 
 
 def main(mode: str, model: str) -> None:
-    """Answers until standard input ends."""
+    """Answer requests until standard input ends."""
     if mode != "solo":
         elche.distributed.initialize()
     from baselines import examples, mlp_loss, mlp_params

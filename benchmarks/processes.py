@@ -2,10 +2,11 @@
 
     python benchmarks/processes.py [--model "1 MB"] [--repeats 5] [--out FILE]
 
-Each has a CPU device with one thread on a processor of its own; the second has a third of it. In
-turns in one run: both at once in loops of their own without exchange (the control: their sum is the
-limit), plain pmap with equal shares, one microbatch or many a step, and this library. With torch
-installed, DDP over gloo with the same model, as a share of the sum of its own loops.
+Each has a CPU device with one thread on its own processor; the second process gets a third of its
+processor. These take turns in one run: both processes at once in separate loops without an exchange
+(the control, whose sum is the limit), plain pmap with equal shares, of one microbatch or many per
+step, and this library. If torch is installed, DDP over gloo trains the same model, as a share of
+the sum of torch's own separate loops.
 """
 
 import importlib.util
@@ -26,13 +27,13 @@ HERE = Path(__file__).parent
 
 
 class Job:
-    """Processes that train in turns, as they are asked.
+    """Processes that train in turns, on request.
 
     Args:
         program: The worker.
         mode: What it does.
         model: Its model.
-        group: The control group of the slow process.
+        group: The control group of the slow process, or None.
         stack: Ends the processes.
     """
 
@@ -59,7 +60,7 @@ class Job:
         self._steps = 2
 
     def rates(self, seconds: float = TURN_S) -> list[float]:
-        """Returns microbatches per ms: of every process if they train apart, else of the job."""
+        """Return microbatches per ms: of each process if they train separately, else of the job."""
         for child in self._children:
             child.stdin.write(json.dumps([seconds, self._steps]) + "\n")
         said = [_answer(child) for child in self._children]
@@ -68,12 +69,12 @@ class Job:
         return [done / (1e3 * took) for took, _, done in (said if self._apart else said[:1])]
 
     def rate(self) -> float:
-        """Returns microbatches per ms of all processes."""
+        """Return microbatches per ms of all processes."""
         return sum(self.rates())
 
 
 def _answer(child) -> list[float]:
-    """Reads what a process says of its turn; gloo prints lines of its own."""
+    """Read what a process reports about its turn; skip the lines that gloo prints."""
     while (line := child.stdout.readline()).startswith("[Gloo]"):
         pass
     if not line:
@@ -82,7 +83,7 @@ def _answer(child) -> list[float]:
 
 
 def measure(model: str, repeats: int) -> list[Result]:
-    """Measures a model."""
+    """Measure a model."""
     systems = {"control": "solo"} | {name: name for name in SYSTEMS}
     jobs: dict[str, Job] = {}
     with ExitStack() as stack:
@@ -92,7 +93,7 @@ def measure(model: str, repeats: int) -> list[Result]:
         torch = importlib.util.find_spec("torch") is not None
         for name in ("solo", "1", "40") if torch else ():
             jobs[f"torch {name}"] = Job("torch_worker.py", name, model, group, stack)
-        for job in jobs.values():  # compiles; speeds are found; as many steps as fill a turn
+        for job in jobs.values():  # compile, find speeds, and find how many steps fill a turn
             for seconds in (0.0, 2.0, TURN_S, TURN_S):
                 job.rates(seconds)
         alone = jobs["control"].rates()
@@ -117,7 +118,7 @@ def measure(model: str, repeats: int) -> list[Result]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = options_of(__doc__, "benchmarks/results/processes.json", 5)
     parser.add_argument("--model", choices=("1 MB", "20 MB"), action="append")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a process that is killed costs: to go on, to start again, to restart by hand.
+"""What a killed process costs if the others go on, if all start again, or by a manual restart.
 
     python benchmarks/recovery.py [--minutes 3] [--out FILE]
 
@@ -6,16 +6,16 @@ Three processes, each with an emulated device of 20 ms, and a schedule of kills 
 same for each way:
 
 - `elastic`: `elche-jax launch --elastic`: the others go on, save, and all start again;
-- `go on`: `elche-jax launch --on-failure continue`: the others go on, nobody comes back (one kill);
+- `go on`: `elche-jax launch --on-failure continue`: the others go on without it (one kill);
 - `by hand`: the job ends, and is started again at once from its last checkpoint.
 
-An hour with three faults is compressed to minutes, with as many checkpoints in it. What a fault
-costs is what all devices would have trained from the kill to the end of its part of the schedule,
-at their rate before the first kill, less the microbatches that were new in it. So everything
-counts, also the restart of all and the time with fewer devices, and what is trained again does not.
-Starts, compiles and heartbeats are not compressed, so the goodput of the hour is computed from the
-cost of a fault; by hand, half of what lies between two checkpoints of the hour takes the place of
-what was trained again here.
+An hour with three faults is compressed to minutes, with the same number of checkpoints. The cost of
+a fault is what all devices would have trained from the kill to the end of its part of the schedule,
+at their rate before the first kill, minus the new microbatches trained in that time. So the cost
+includes the restart of all processes and the time with fewer devices, and microbatches that are
+trained again do not count as new. Starts, compiles and heartbeats are not compressed, so the
+goodput of the hour is computed from the cost of a fault. By hand, half the time between two
+checkpoints of the hour replaces the time spent on training again here.
 """
 
 import json
@@ -40,10 +40,10 @@ from recovery_worker import MS
 
 PROCESSES, FAULTS = 3, 3
 HEARTBEAT = 30
-"""Seconds until the end of a process is known whose whole host ends."""
+"""Seconds until the others know that a process has ended, if its whole host has."""
 
 CHECKPOINTS = 12
-"""Checkpoints of the hour: one in five minutes."""
+"""Checkpoints in the hour: one every five minutes."""
 
 WAYS = {
     "elastic": ["--elastic", f"1:{PROCESSES}", "--max-restarts", "100"],
@@ -52,20 +52,20 @@ WAYS = {
 }
 HERE = Path(__file__).parent
 READY = 20
-"""Windows after which the clock begins."""
+"""Windows before the clock starts."""
 
 
 @dataclass
 class Way:
-    """One way of going on, as it was seen.
+    """One way of recovering, as measured.
 
     Attributes:
         name: Its name.
-        back_s: Seconds from each kill to the next window beyond those that were finished.
+        back_s: Seconds from each kill to the next window beyond all that were finished before.
         known_s: Seconds from each kill until the others know of it; empty if they do not go on.
         lost_s: What each kill cost, in seconds of all devices.
-        again_s: What was trained again of it, on average.
-        goodput: Microbatches of the schedule over those of all devices without a fault.
+        again_s: The part of this cost that was spent on training again, on average.
+        goodput: Microbatches trained, as a share of what all devices could without a fault.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Way:
 
 
 class Job:
-    """A job that is killed now and then.
+    """A job whose processes are killed now and then.
 
     Args:
         way: Options of `elche-jax launch`.
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         every: Seconds between checkpoints.
     """
 
@@ -93,7 +93,7 @@ class Job:
         ]  # fmt: skip
         self._said: queue.Queue[dict | None] = queue.Queue()
         self.pids: dict[int, int] = {}
-        self.known: list[float] = []  # when a process said that another one had ended
+        self.known: list[float] = []  # when a process noticed that another had ended
         self._start()
 
     def _start(self) -> None:
@@ -110,7 +110,7 @@ class Job:
         self._said.put(None)
 
     def windows(self, until: float):
-        """Yields the time and the microbatches of each window; starts what has ended again."""
+        """Yield the time and the microbatches of each window; start the job again if it ends."""
         while (left := until - time.time()) > 0:
             try:
                 said = self._said.get(timeout=left)
@@ -127,14 +127,14 @@ class Job:
                 yield said["at"], said["done"]
 
     def end(self) -> None:
-        """Ends all of it."""
+        """End the job."""
         self._child.send_signal(signal.SIGTERM)
         self._child.wait()
         self._child.stdout.close()
 
 
 def measure(name: str, seconds: float, seed: int = 0) -> Way:
-    """Runs the schedule."""
+    """Run the schedule."""
     way, chance = Way(name), random.Random(seed)
     faults = 1 if name == "go on" else FAULTS
     part = seconds / faults
@@ -167,7 +167,7 @@ def measure(name: str, seconds: float, seed: int = 0) -> Way:
 def _reckon(
     way: Way, seen: Sequence[tuple[float, int]], kills: Sequence[float], part: float, seconds: float
 ) -> None:
-    """Notes what the kills cost."""
+    """Compute what the kills cost."""
     begun, first = seen[0]
 
     def most(until: float) -> int:
@@ -185,7 +185,7 @@ def _reckon(
 
 
 def results(ways: Sequence[Way]) -> list[Result]:
-    """Returns the figures."""
+    """Return the figures."""
     found = []
     for way in ways:
         case, lost = way.name, median(way.lost_s)
@@ -198,7 +198,7 @@ def results(ways: Sequence[Way]) -> list[Result]:
             Result(case, "from then to the next new window", median(apart), "s", repeats=apart),
             Result(case, "goodput of the schedule", way.goodput),
         ]
-        if case == "go on":  # its devices do not come back: what a fault costs has no end
+        if case == "go on":  # its devices do not come back: a fault costs without end
             continue
         found += [
             Result(case, "a fault costs, of all devices", lost, "s", repeats=tuple(way.lost_s)),
@@ -214,7 +214,7 @@ def results(ways: Sequence[Way]) -> list[Result]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = options_of(__doc__, "benchmarks/results/recovery.json")
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--way", choices=WAYS, action="append")

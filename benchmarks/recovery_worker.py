@@ -1,4 +1,4 @@
-"""A process of a job that trains and saves; the first one says what is done, a JSON line each.
+"""A process of a job that trains and saves; the first one prints a JSON line per window.
 
 recovery_worker.py FOLDER SECONDS_BETWEEN_CHECKPOINTS HEARTBEAT
 """
@@ -13,20 +13,20 @@ import elche_jax as elche
 
 BATCH, MS = 8, 20.0
 EPOCH = 10**6
-"""Examples; a run of minutes does not come to the end of them."""
+"""Examples per epoch, more than a run of minutes needs."""
 
 
 class Known(logging.Handler):
-    """Says when this process knows that another one has ended."""
+    """Prints the time at which this process learned that another had ended."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Says it, if that is what is logged."""
+        """Print the time, if this is what the record says."""
         if "ended before" in record.getMessage():
             print(json.dumps({"known": record.created}), flush=True)
 
 
 def main(folder: str, every: float, heartbeat: int) -> None:
-    """Trains until it is killed."""
+    """Train until killed."""
     print(json.dumps({"pid": os.getpid()}), flush=True)
     elche.distributed.initialize(heartbeat_timeout=heartbeat)
     logging.getLogger("elche_jax").addHandler(Known())

@@ -1,6 +1,6 @@
-"""CPU devices of two clients, one each. Import this before anything uses JAX.
+"""Two CPU devices, each of a client of its own. Import this before anything uses JAX.
 
-Each has one thread; with the option `--shared` both have as many as there are processors.
+Each has one thread, or with the option `--shared` as many as there are processors.
 """
 
 import json

@@ -3,10 +3,10 @@
     python benchmarks/short_windows.py [--ms 50] [--repeats 5] [--out FILE]
 
 A transformer of two layers (Flax linen, 38 arrays, Adam). Both read their examples from the host
-in a shuffled order, and take turns. Where the devices are the machine's processors, every other
-thread of a loop takes time of theirs: *per processor time* divides by the time of all threads, and
-hardly depends on what else is running. Every repeat is a process of its own: from one process to
-the next the same two loops differ by some percent, within a process by less.
+in a shuffled order, and take turns. If the devices are the machine's processors, all other
+threads of a loop take time from them. *Per processor time* divides by the time of all threads, and
+hardly depends on what else is running. Every repeat is a separate process: the ratio of the same
+two loops varies by some percent between processes, and by less within one.
 """
 
 import json
@@ -49,11 +49,11 @@ class StreamingPmap(PlainPmap):
 
 
 def shares(ms: float) -> tuple[int, float, float]:
-    """Microbatches of a window of about `ms` ms, and its speed by the hand-written step's.
+    """Measure windows of about `ms` ms, relative to the hand-written step.
 
     Returns:
-        The microbatches of a device; the ratio of the speeds by the clock, and by the processor
-        time of all threads.
+        The microbatches of a device in a window; the ratio of the speeds by the clock, and by the
+        processor time of all threads.
     """
     params, loss_fn, data = transformer(layers=2)
     data = jax.tree.map(lambda a: np.tile(a, (128, 1)), data)
@@ -63,7 +63,7 @@ def shares(ms: float) -> tuple[int, float, float]:
         return StreamingPmap(params, devices, count, loss_fn, data)
 
     count = 8
-    for _ in range(2):  # more microbatches share the cost of a step
+    for _ in range(2):  # again with more microbatches, which share the cost of a step
         count = max(1, round(ms * steps_rate(by_hand(count), count, TURN_S)))
     plain = by_hand(count)
     cadence = elche.Replay([(count, count)] * 100_000)
@@ -71,7 +71,7 @@ def shares(ms: float) -> tuple[int, float, float]:
     ours = Loop(train, params, data, BATCH, placement="stream")
     ours.warm(20)
     begun = time.perf_counter()
-    # from then on most windows are one program, which is compiled meanwhile (docs/design/0018)
+    # most later windows are one program, compiled in the background meanwhile (docs/design/0018)
     while not train.report().compiled_ahead:
         if time.perf_counter() - begun > PATIENCE_S:
             raise SystemExit(f"the program of a window is not there after {PATIENCE_S} s")
@@ -90,7 +90,7 @@ def shares(ms: float) -> tuple[int, float, float]:
 
 
 def case(ms: float, repeats: int) -> list[Result]:
-    """Windows of about `ms` milliseconds."""
+    """Measure windows of about `ms` milliseconds, each repeat in its own process."""
     command = [sys.executable, __file__, "--only", str(ms)]
     found = [json.loads(subprocess.check_output(command)) for _ in range(repeats)]
     counts, of_speed, of_time = zip(*found, strict=True)

@@ -1,4 +1,4 @@
-"""Processes on processors of their own, of which some run at a share of the speed."""
+"""Processes pinned to one processor each, some of them slowed to a share of its speed."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def started(command: list[str], core: int, group: Path | None = None, **options) -> Iterator:
-    """Starts a program on one processor, in a control group or none; ends it."""
+    """Run a Python program on one processor, in a control group or none; kill it at the end."""
     begin = partial(_place, core, group)
     with subprocess.Popen(
         [sys.executable, *command], preexec_fn=begin, text=True, bufsize=1, **options
@@ -33,10 +33,10 @@ def _place(core: int, group: Path | None) -> None:
 
 @contextmanager
 def slowed(core: int, parts: int) -> Iterator[Path | None]:
-    """Gives processes on a processor one of so many parts of it.
+    """Limit processes on a processor to `1 / parts` of it.
 
-    By the quota of a control group, version 1 or 2, where this may be set. Yields the group; or
-    None, and as many busy neighbours as are needed take the rest of the processor.
+    If permitted, set the quota of a control group, version 1 or 2, and yield the group. Otherwise
+    start `parts - 1` busy neighbours, which take the rest of the processor, and yield None.
     """
     with suppress(OSError), ExitStack() as stack:
         group = stack.enter_context(_group(parts))
@@ -58,7 +58,7 @@ def _group(parts: int) -> Iterator[Path]:
         if one:
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
-            (group / "cpu.shares").write_text(str(2**18))  # others do not take what it may use
+            (group / "cpu.shares").write_text(str(2**18))  # so that others do not take its quota
         else:
             (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
             (group / "cpu.weight").write_text("10000")

@@ -1,4 +1,4 @@
-"""The same as `process_worker.py` with torch: DDP over gloo, or a loop of each process's own."""
+"""The same as `process_worker.py` with torch: DDP over gloo, or a separate loop per process."""
 
 import json
 import os
@@ -14,7 +14,7 @@ BATCH, FEATURES = 64, 64
 
 
 def main(mode: str, model: str) -> None:
-    """Answers until standard input ends; `mode` is `solo` or the microbatches of a step."""
+    """Answer requests until standard input ends; `mode`: `solo`, or microbatches per step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     width, steps = {"1 MB": 432, "20 MB": 2200}[model], 40 if mode == "solo" else int(mode)

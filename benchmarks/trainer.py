@@ -5,8 +5,8 @@
 All train the same model on the same data, and take turns, several windows at a time: the loop, the
 loop again (which shows the noise), the loop with its own timeline, and the trainer, which records
 its timeline, its table and its checkpoint in a run folder. A repeat is one run of each; its figure
-is the work divided by the time of all turns except the first. The end of an epoch is included,
-compilation and the checkpoint are not. The last row is the cost of recording a window in a
+is the work divided by the time of all turns except the first. It includes the end of an
+epoch, but not compilation and the checkpoint. The last row is the cost of recording a window in a
 timeline.
 
 The real devices are threads on the machine's processors, so a loop's own computation takes time
@@ -87,11 +87,11 @@ class Work:
 
     @property
     def train(self) -> elche.TrainStep:
-        """Returns the loop's training step."""
+        """The loop's training step."""
         return self._loops["loop"]
 
     def rates(self, repeat: int) -> dict[str, float]:
-        """Returns the microbatches per second of each participant."""
+        """Return the microbatches per second of each participant."""
         loops = {"loop": self._loop, "again": self._loop, "recorded": self._record}
         return take_turns(loops | {"fit": self._fit}, self._windows, repeat)
 
@@ -122,7 +122,7 @@ class Work:
 
 
 def measure(repeats: int) -> list[Result]:
-    """Runs all cases."""
+    """Run all cases."""
     devices = jax.devices()
     small, large = mlp_params(width=32, depth=1), mlp_params(width=512, depth=3)
     fixed = elche.FixedTotal(16)
@@ -153,7 +153,7 @@ def measure(repeats: int) -> list[Result]:
 
 
 def recording(work: Work, windows: int = 2000) -> float:
-    """Returns the cost of recording a window and its loss, as a share of the window."""
+    """Return the cost of recording a window and its loss, as a share of the window."""
     records = work.train.records
     with tempfile.TemporaryDirectory() as folder, elche.Timeline(f"{folder}/run.jsonl") as timeline:
         begun = time.perf_counter()

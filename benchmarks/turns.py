@@ -29,13 +29,13 @@ class Turns:
         self._seen, self._done, self._begun = 0, 0, 0.0
 
     def begin(self, name: str) -> None:
-        """Waits for a turn."""
+        """Wait for a turn."""
         with self._changed:
             self._changed.wait_for(lambda: self._left[0] == name)
         self._seen, self._done, self._begun = 0, 0, time.perf_counter()
 
     def window(self, name: str, microbatches: int, state: Any) -> None:
-        """Counts a dispatched window; after the last one of a turn, waits for the next turn."""
+        """Count a dispatched window; after the last one of a turn, wait for the next turn."""
         self._seen += 1
         self._done += microbatches
         if self._seen < self._windows:
@@ -48,13 +48,13 @@ class Turns:
         self.begin(name)
 
     def over(self, name: str) -> None:
-        """Ends the participation."""
+        """End a loop's participation."""
         with self._changed:
             self._left.remove(name)
             self._changed.notify_all()
 
     def rate(self, name: str) -> float:
-        """Returns the microbatches per second over all turns except the first."""
+        """Return the microbatches per second over all turns except the first."""
         done, seconds = zip(*self._turns[name][1:], strict=True)
         return sum(done) / sum(seconds)
 
@@ -62,7 +62,7 @@ class Turns:
 def take_turns(
     loops: Mapping[str, Callable[[Turns, str], None]], windows: int, seed: int = 0
 ) -> dict[str, float]:
-    """Runs loops in threads, in turns; returns the microbatches per second of each.
+    """Run loops in threads, in turns; return the microbatches per second of each.
 
     Args:
         loops: Each is called with the turns and its name, and calls `begin` before the first

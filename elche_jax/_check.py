@@ -52,9 +52,9 @@ def message(where: str, argument: str, rule: str, got: object, todo: str = "") -
 
 
 def unwrapped(value: object) -> object:
-    """Return the element of an array without dimensions; other values as they are."""
+    """Return the element of a zero-dimensional array; other values as they are."""
     if getattr(value, "ndim", None) == 0:
-        with suppress(NotImplementedError):  # a random key is an array of no numbers
+        with suppress(NotImplementedError):  # a random key is an array without numbers
             return cast(Any, value).item()
     return value
 
@@ -226,7 +226,7 @@ def reals(
 
 
 def one_of(where: str, argument: str, value: object, choices: Sequence[str | None]) -> None:
-    """Check that an argument is one of several strings, or None where that is one of them.
+    """Check that an argument is one of the choices, which are strings or None.
 
     Raises:
         ValueError: If it is not.
@@ -255,8 +255,8 @@ def instance(
         kind: A class, or a union of classes and None.
         rule: What must hold, for the message; required with a union.
         todo: What to do about it, one sentence.
-        brief: Whether the message has only the value's type: the value may be long.
-        no_class: Whether a class is none, although it has the methods of a protocol, too.
+        brief: Whether the message shows only the value's type, as the value may be long.
+        no_class: Whether to reject a class, which has the methods of a protocol, too.
 
     Raises:
         TypeError: If it is not.
@@ -367,12 +367,12 @@ class CheckedFields:
 _Check = tuple[str, Callable[..., Any], bool, Mapping[str, Any]]
 """The name of a field, the function that checks it, whether it may be None, and its bounds."""
 
-# weakly: a class that a user has made in a function is let go of
+# weak keys: a class that a user defines in a function can be collected
 _CHECKS: WeakKeyDictionary[type, list[_Check]] = WeakKeyDictionary()
 
 
 def _checks(kind: type) -> list[_Check]:
-    """Return the checks of the fields of a dataclass that state their bounds, made once."""
+    """Return the checks of a dataclass's fields that state their bounds; cached."""
     if (known := _CHECKS.get(kind)) is not None:
         return known
     checks: list[_Check] = []
@@ -387,8 +387,8 @@ def _checks(kind: type) -> list[_Check]:
 
 def rule_of(field: Field[Any]) -> Callable[..., Any]:
     """Return the function of this module that checks a field of numbers, by its annotation."""
-    # types, not their names: bounds are not stated in files that postpone annotations, where
-    # integers would become floats
+    # types, not their names: in a file that postpones annotations, integers would become floats, so
+    # no field there states bounds
     kinds = (field.type, *get_args(field.type))
     sequences = [kind for kind in kinds if get_origin(kind) in (tuple, Sequence)]
     if sequences:
@@ -397,7 +397,7 @@ def rule_of(field: Field[Any]) -> Callable[..., Any]:
 
 
 def _stated(kind: type, name: str) -> Field[Any] | None:
-    """Return the field that states the bounds: a subclass may give it another default."""
+    """Return the field that states the bounds; a subclass may change its default without them."""
     own: dict[str, Field[Any]] = vars(kind).get("__dataclass_fields__", {})
     if name in own and own[name].metadata:
         return own[name]
@@ -423,7 +423,7 @@ def keep_checked(config: object, name: str, rule: Callable[..., Any], **bounds: 
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is a host and a port, as ``10.0.0.1:1234`` or ``[::1]:1234``.
+    """Return whether a text is a host and a port, like ``10.0.0.1:1234`` or ``[::1]:1234``.
 
     Examples:
         >>> [is_address(text) for text in ("host0:1234", "host0", ":1", "host0:x", "host0:65536")]
@@ -454,7 +454,7 @@ def takes(what: str, fn: Callable[..., Any], names: Sequence[str], why: str = ""
     try:
         # the wrapper's own signature: it may call what it wraps with other arguments
         signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # no signature: a builtin, for instance
+    except (TypeError, ValueError):  # no signature, as for some builtins
         return
     try:
         signature.bind(*names)

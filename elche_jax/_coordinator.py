@@ -1,6 +1,7 @@
-"""JAX's coordinator, through which the processes of a job tell each other things, by keys.
+"""JAX's coordinator, whose store of keys the processes of a job use to tell each other things.
 
-It is in process 0. Nothing here waits: who has left the job, or has not joined one, gets no answer.
+It runs in process 0. Nothing here waits: a process that has left the job, or has joined none, gets
+no answer.
 """
 
 import sys
@@ -13,12 +14,12 @@ NO_KEY = "elche_jax/nothing"
 """A key that is never set."""
 
 JOIN_S = 5
-"""Seconds within which the coordinator answers who joins in another one's name."""
+"""Seconds within which the coordinator answers a process that joins in another one's name."""
 
 
 def state() -> Any:
     """Return what JAX knows of the job."""
-    distributed = sys.modules.get("jax._src.distributed")  # the store of keys has no public name
+    distributed = sys.modules.get("jax._src.distributed")  # the store has no public name
     return getattr(distributed, "global_state", None)
 
 
@@ -39,9 +40,9 @@ def others() -> list[int]:
 
 
 def tell(client: Any, key: str, text: str = "", anew: bool = False) -> bool:
-    """Tell the others something under a key; return whether it is told there now.
+    """Tell the others something under a key; return whether this wrote the key.
 
-    It is not if there is nobody to tell, or it was told before and is not to be told anew.
+    It does not if there is no coordinator, or if the key exists and `anew` is false.
     """
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:
@@ -51,14 +52,14 @@ def tell(client: Any, key: str, text: str = "", anew: bool = False) -> bool:
 
 
 def told(client: Any, key: str) -> str | None:
-    """Return what is told under a key; None if nothing is, or there is no coordinator."""
+    """Return the text under a key; None if there is none, or no coordinator."""
     with suppress(jax.errors.JaxRuntimeError):
         return None if client is None else client.key_value_try_get(key)
     return None
 
 
 def told_in(client: Any, folder: str) -> dict[str, str]:
-    """Return what is told under all keys of a folder, by their last part."""
+    """Return the texts under all keys of a folder, by the last part of the key."""
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:
             return {key.rpartition("/")[2]: text for key, text in client.key_value_dir_get(folder)}
@@ -76,19 +77,19 @@ def answers(client: Any) -> bool:
 def disconnect(process: int) -> None:
     """Let the coordinator know that another process has ended.
 
-    JAX has no call for it. But a process may join again, and leave: this one does so in its name.
-
-    Only one process may do so, as the second one that leaves in its name would be aborted.
+    JAX has no call for this, but lets a process join again, and leave: this process does both in
+    the other's name. Only one process may do so: a second one that leaves in that name would be
+    aborted.
 
     Raises:
         RuntimeError: If the coordinator does not answer.
-        AttributeError: If this version of JAX joins in another way; `TypeError`, too.
+        AttributeError, TypeError: If this version of JAX joins in a different way.
     """
-    runtime = sys.modules["jax._src.distributed"]._jax  # `jax.distributed` joins as oneself
+    runtime = sys.modules["jax._src.distributed"]._jax  # `jax.distributed` joins in its own name
     proxy = runtime.get_distributed_runtime_client(
         state().coordinator_address, process, init_timeout=JOIN_S, shutdown_timeout=JOIN_S,
         heartbeat_timeout=JOIN_S, use_compression=True,
-        missed_heartbeat_callback=lambda status: None,  # else an error would end this process
+        missed_heartbeat_callback=lambda status: None,  # otherwise an error would end this process
     )  # fmt: skip
     proxy.connect()
     proxy.shutdown()

@@ -5,7 +5,7 @@ threads. A thread that still needs a pool, as Orbax does to write a checkpoint, 
 before that: `atexit` is too late.
 """
 
-# exit functions run in reverse order: importing it first registers its shutdown before ours
+# exit functions run in reverse order: this import registers its shutdown before ours
 import concurrent.futures.thread
 import os
 import threading

@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first used.
+"""Names of a package that are imported on first use.
 
-The command line starts and watches processes without loading JAX, and it is in this package.
+The command line is in this package, but starts and watches processes without loading JAX.
 """
 
 import ast
@@ -15,14 +15,14 @@ from typing import Any
 def lazily(
     package: ModuleSpec | None, names: dict[str, Any]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package whose imports wait for their use.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that imports names on first use.
 
-    What it offers is written once, as `from module import name as name` for type checkers, and read
-    from its source. Its modules are offered, too.
+    The package lists its names once, as `from module import name as name` for type checkers, and
+    this reads them from its source. Its modules can be used in the same way.
 
     Args:
         package: The package's `__spec__`.
-        names: Its `globals()`, where what was imported is kept.
+        names: Its `globals()`, which keep what was imported.
     """
     assert package is not None and isinstance(package.loader, InspectLoader)
     own = package.name

@@ -1,7 +1,8 @@
 """How a process leaves its job, and what it tells the others through JAX's coordinator.
 
-The coordinator is in process 0. JAX ends the processes that are still connected when it is gone, so
-process 0 leaves last, even with an error: it lets the others notice that, and waits for them.
+The coordinator runs in process 0. When it is gone, JAX ends the processes that are still connected,
+so process 0 leaves last, even with an error: it lets the others notice the error, and waits for
+them.
 """
 
 import time
@@ -13,20 +14,20 @@ import jax
 from elche_jax import _coordinator
 
 REASON_KEY = "elche_jax/raised/{}"
-"""Key under which a process tells the others why it leaves, by its index."""
+"""Key under which a process, by its index, tells the others why it leaves."""
 
 LEFT_KEY = "elche_jax/left/{}"
-"""Key under which a process tells process 0 that it has left, by its index."""
+"""Key under which a process, by its index, tells process 0 that it has left."""
 
 EVERY_S = 0.02
-"""Between two looks into the coordinator's store."""
+"""Seconds between two reads of the coordinator's store."""
 
 PATIENCE_S = 30.0
-"""Seconds that processes wait for each other if an error ends process 0."""
+"""Longest time in seconds that processes wait for each other if an error ends process 0."""
 
 
 _kept: list[Any] = []
-"""The coordinator of a process 0 that has left: it ends with the process, and not before."""
+"""The coordinator of a process 0 that has left, kept so that it does not end before the process."""
 
 
 def tell_reason(why: str) -> None:
@@ -35,7 +36,7 @@ def tell_reason(why: str) -> None:
 
 
 def reason_of(process: int) -> str | None:
-    """Return why a process has left the job; None if it did not tell."""
+    """Return why a process has left the job; None if it gave no reason."""
     return _coordinator.told(_coordinator.client(), REASON_KEY.format(process))
 
 
@@ -45,14 +46,14 @@ def has_left(client: Any, process: int) -> bool:
 
 
 def disconnect() -> Any:
-    """Leave the job, and tell that; the coordinator stays until process 0 has ended.
+    """Leave the job, and say so; the coordinator stays until process 0 has ended.
 
     Returns:
-        Asks the coordinator, see `wait_for_others` and `wait_for_first`.
+        The coordinator's client, for `wait_for_others` and `wait_for_first`.
     """
     state, client = _coordinator.state(), _coordinator.client()
     if getattr(state, "service", None) is not None:
-        _kept.append(state.service)  # else it would end here
+        _kept.append(state.service)  # otherwise it would end here
         state.service = None
     jax.distributed.shutdown()
     _coordinator.tell(client, LEFT_KEY.format(_coordinator.index()), "left")
@@ -62,13 +63,13 @@ def disconnect() -> Any:
 def wait_for_others(
     client: Any, processes: Collection[int], ended: Callable[[int], bool], seconds: float
 ) -> None:
-    """Wait in process 0 until others have left; nobody can tell it without a coordinator.
+    """Wait in process 0 until others have left; return at once if there is no coordinator.
 
     Args:
         client: What `disconnect` returned; None if the script itself has ended the job.
-        processes: Their indices.
-        ended: Returns whether one was seen to end without a word.
-        seconds: How long at most.
+        processes: Indices of the others.
+        ended: Returns whether a process was seen to end without saying that it left.
+        seconds: Longest time to wait.
     """
 
     def over() -> bool:
@@ -79,7 +80,7 @@ def wait_for_others(
 
 
 def wait_for_first(client: Any) -> None:
-    """Wait until process 0 has ended, so that whoever has started them sees it end first.
+    """Wait until process 0 has ended, so that a launcher sees its end first.
 
     At most `PATIENCE_S`.
     """
@@ -87,7 +88,7 @@ def wait_for_first(client: Any) -> None:
 
 
 def _wait(over: Callable[[], bool], seconds: float) -> None:
-    """Wait; the coordinator tells nothing by itself to one who has left."""
+    """Poll, as the coordinator does not notify a process that has left."""
     deadline = time.monotonic() + seconds
     while not over() and time.monotonic() < deadline:
         time.sleep(EVERY_S)

@@ -3,4 +3,4 @@
 import logging
 
 logger = logging.getLogger("elche_jax")
-"""One for all modules, so that a program sets level and handlers of the library once."""
+"""Shared by all modules, so that a program sets the library's level and handlers once."""

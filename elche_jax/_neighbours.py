@@ -2,9 +2,9 @@
 
 JAX's coordinator misses a process after the heartbeat timeout. The kernel knows at once: a thread
 of every process looks at those on its host a few times a second, and the first to see an end
-tells the coordinator, which then answers who waits for the process that has ended. Where a whole
-host ends, or where processes do not see each other, the heartbeat is what is left: in containers
-with namespaces of their own, and on other systems than Linux.
+tells the coordinator, which then answers the processes that wait for the one that has ended. Only
+the heartbeat notices the end of a whole host, or of a process that this one cannot see: in
+containers with namespaces of their own, and on systems other than Linux.
 """
 
 import json
@@ -19,25 +19,25 @@ from elche_jax._leaving import has_left
 from elche_jax._log import logger
 
 WHERE = "elche_jax/where"
-"""Folder of the keys under which processes say where they are, by their index."""
+"""Folder of the keys, one per process index, under which processes say where they are."""
 
 ENDED_KEY = "elche_jax/ended/{}"
-"""Key under which it is told that a process has ended, by its index."""
+"""Key, by process index, that says that the process has ended."""
 
 EVERY_S = 0.1
-"""Between two looks."""
+"""Seconds between two looks."""
 
 CLOSE_S = 10.0
-"""Seconds to wait for the thread at most, which may be telling an end."""
+"""Longest time in seconds to wait for the thread, which may be reporting an end."""
 
 
 class Place(NamedTuple):
     """Where a process is.
 
     Attributes:
-        host: What tells hosts, and namespaces of processes on them, apart.
+        host: Identifies the host, and the namespace of processes on it.
         pid: Its number there.
-        began: When it began, in ticks since the host did: a number may be used again.
+        began: When it began, in ticks since the host did, as numbers may be used again.
     """
 
     host: str
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     @classmethod
     def here(cls) -> Self | None:
-        """Return the place of this process; None if the system does not say it."""
+        """Return the place of this process; None if the system does not tell."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
             host = f"{os.uname().nodename}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -60,7 +60,7 @@ class Place(NamedTuple):
             state, began = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return True
-        except OSError:  # no more files may be opened, for example: it says nothing
+        except OSError:  # too many open files, for example: says nothing about the process
             return False
         return state in "ZX" or began != self.began
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 def _stat(pid: int) -> tuple[str, str]:
     """Return state and start of a process."""
     text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    fields = text.rpartition(")")[2].split()  # in front is its name, which may be anything
+    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
     return fields[0], fields[19]
 
 
@@ -82,7 +82,7 @@ class Neighbours:
 
     def __init__(self, here: Place, others: Iterable[int]):
         self._here, self._client = here, _coordinator.client()
-        # the coordinator ends with process 0, and JAX ends all
+        # not process 0: the coordinator ends with it, and JAX ends all
         self._unknown, self._places = set(others) - {0}, dict[int, Place]()
         self._ended: set[int] = set()
         self._closing = threading.Event()
@@ -95,7 +95,7 @@ class Neighbours:
         self._thread.join(CLOSE_S)
 
     def saw_end_of(self, process: int) -> bool:
-        """Return whether a process on this host has ended; also after this was closed."""
+        """Return whether a process on this host has ended; works after `close`, too."""
         place = self._places.get(process)
         return process in self._ended or (place is not None and place.ended())
 
@@ -103,7 +103,7 @@ class Neighbours:
         looks = 0
         while not self._closing.wait(EVERY_S) and _coordinator.client() is self._client:
             looks += 1
-            if self._unknown and looks & (looks - 1) == 0:  # 1, 2, 4, 8: ever more seldom
+            if self._unknown and looks & (looks - 1) == 0:  # 1, 2, 4, 8: less and less often
                 self._ask()
             for process, place in [*self._places.items()]:
                 if place.ended():
@@ -112,36 +112,36 @@ class Neighbours:
                     self._tell(process)
 
     def _ask(self) -> None:
-        """Ask where the others are that have not said it yet."""
+        """Ask for the places of the processes that have not told them yet."""
         for name, said in _coordinator.told_in(self._client, WHERE).items():
             if (process := int(name)) in self._unknown:
                 self._unknown.remove(process)
                 place = Place(*json.loads(said))
-                # what was never seen alive is left to the heartbeat
+                # a process that was never seen alive is left to the heartbeat
                 if place.host == self._here.host and not place.ended():
                     self._places[process] = place
 
     def _tell(self, process: int) -> None:
-        """Tell the coordinator that a process has ended, unless another one does."""
+        """Tell the coordinator that a process has ended, unless another process does."""
         if has_left(self._client, process):
             return
-        # The end is told first: whoever sees that another one has come in its place knows why.
+        # First the key: a process that sees this one join in its place then knows why.
         if not _coordinator.tell(self._client, ENDED_KEY.format(process)):
             return
         try:
             _coordinator.disconnect(process)
         except (AttributeError, TypeError, RuntimeError) as error:
-            # what is used of JAX is not public; the heartbeat does the same later
+            # this use of JAX is not public; the heartbeat does the same later
             logger.info("elche: that process %d has ended is known later: %s", process, error)
 
 
 def found_ended(process: int) -> bool:
-    """Return whether another process has seen the end of one."""
+    """Return whether the end of a process has been reported."""
     return _coordinator.told(_coordinator.client(), ENDED_KEY.format(process)) is not None
 
 
 def watch() -> Neighbours | None:
-    """Watch the other processes of the job on this host; None if the system cannot."""
+    """Watch the other processes of the job on this host; return None if the system cannot."""
     if (here := Place.here()) is None:
         return None
     _coordinator.tell(_coordinator.client(), f"{WHERE}/{_coordinator.index()}", json.dumps(here))

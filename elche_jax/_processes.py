@@ -1,8 +1,8 @@
 """Which processes of a job are there, and what they do when one of them has ended.
 
-A job of several processes is *recoverable* if JAX's runtime lets the others outlive one
-(`elche_jax.distributed.initialize` asks for it). An exchange is then a transaction: all processes
-that are there have its result, or none uses it.
+A job of several processes is *recoverable* if JAX's runtime lets the others go on when one ends
+(`elche_jax.distributed.initialize` asks for this). An exchange is then a transaction: either all
+live processes have its result, or none uses it.
 """
 
 import math
@@ -64,16 +64,16 @@ OTHER_CALL = (
 MET = f"elche_jax: process {{}} is in another call than process {{}}. {SAME_CALLS}"
 
 CALLS = "elche_jax/call"
-"""Folder of the keys under which processes say in which call they are, by their index."""
+"""Folder of the keys, one per process index, under which processes say in which call they are."""
 
 EXPLAINED = {"Duplicate GPU": SAME_GPU, "Gloo": OTHER_CALL}
-"""What an error in an exchange means, by what NCCL or gloo says in it."""
+"""Explanations of errors in an exchange, by a part of the message of NCCL or gloo."""
 
 LEFT = "left it before its end"
-"""What is told of a process that was in a loop, if no error is known."""
+"""The reason given for a process that was in a loop, if no error is known."""
 
 COUNT = "ELCHE_NUM_PROCESSES"
-"""Variable in which a launcher says how many processes it has started."""
+"""Environment variable in which a launcher says how many processes it has started."""
 
 ALONE = (
     "elche: this process works alone, though it is one of %s that were started together. Call "
@@ -81,13 +81,13 @@ ALONE = (
 )
 
 MOST = 1000
-"""Characters of an error that are told."""
+"""Largest number of an error's characters that the others get."""
 
 WHOSE = "elche_process"
-"""Attribute of an error of another process: the index of that."""
+"""Attribute of another process's error: the index of that process."""
 
 DEEP = 100
-"""How many errors an error may come from, at most."""
+"""Largest number of errors that a chain of causes is followed through."""
 
 
 class ProcessLostError(RuntimeError):
@@ -103,7 +103,7 @@ class ProcessLostError(RuntimeError):
 
 
 class RestartRequested(SystemExit):
-    """This process has saved a checkpoint, as it was asked to, and is to be started again.
+    """This process has saved a checkpoint, as it was asked to, and should be started again.
 
     Raised by `Checkpointer.save` and `Trainer.fit` in all processes of the job after the same
     window. If nothing catches it, the process ends with exit code 75, without a traceback.
@@ -121,8 +121,8 @@ class Why(NamedTuple):
     """Why a process leaves its job.
 
     Attributes:
-        text: What the others are told.
-        process: The process because of which it does; None if the reason is its own.
+        text: The reason, for the others.
+        process: The process because of which it leaves; None if the reason is its own.
     """
 
     text: str
@@ -130,14 +130,15 @@ class Why(NamedTuple):
 
 
 class ExchangeLost(Exception):
-    """An exchange that had no result, as a process had ended; the others have noted it."""
+    """An exchange had no result because a process had ended; the others have noted its end."""
 
 
 class Processes:
     """The processes of the job that this process is part of.
 
     Attributes:
-        gone: Indices of those that have ended. All that are left change it in the same exchange.
+        gone: Indices of those that have ended. The processes that are left all change it in the
+            same exchange.
     """
 
     def __init__(self) -> None:
@@ -145,13 +146,13 @@ class Processes:
         # one device of each process, always the same: JAX compares what it finds with these
         self._asked: Sequence[jax.Device] = ()
         self._one_at_a_time = threading.Lock()
-        self._logged: set[int] = set()  # of whose end the user knows
+        self._logged: set[int] = set()  # processes whose end was logged
         self._warned = self._has_left = False
-        self._store: Any = None  # asks the coordinator after that
+        self._store: Any = None  # the coordinator's client once this process has left
         self._neighbours: _neighbours.Neighbours | None = None
-        self._calls = 0  # those that are told the others
-        self._why: Why | None = None  # this process may leave in the middle of the others' loop
-        # those that go on: an evaluation, for example, is a loop within another one
+        self._calls = 0  # only those with a name, see `together`
+        self._why: Why | None = None  # set while others may still be in the loop
+        # several at once if loops are nested, for example an evaluation in a training loop
         self._loops: weakref.WeakSet[object] = weakref.WeakSet()
 
     def loop_begins(self, loop: object) -> None:
@@ -160,7 +161,7 @@ class Processes:
         self._why = Why(LEFT)
 
     def loop_ends(self, loop: object) -> None:
-        """Note that a loop has come to its end; others that it ran within have not."""
+        """Note that a loop has reached its end; the loops around it have not."""
         self.loop_closes(loop)
         self._why = Why(LEFT) if self._loops else None
 
@@ -170,12 +171,12 @@ class Processes:
 
     def raised(self, error: BaseException) -> None:
         """Note the error with which a loop of this process was left."""
-        if not isinstance(error, ExchangeLost | RestartRequested):  # all have the latter
+        if not isinstance(error, ExchangeLost | RestartRequested):  # all processes have the latter
             # not the error itself, which would keep the arrays of its frames alive
             self._why = _why(error)
 
     def log_loss(self, processes: Sequence[int], message: str) -> None:
-        """Log that processes have ended, once for each: whoever trains or evaluates notices."""
+        """Log that processes have ended; once for each, as training and evaluation both notice."""
         if not self._logged.issuperset(processes):
             self._logged.update(processes)
             logger.warning("elche: %s", message)
@@ -188,35 +189,35 @@ class Processes:
             logger.warning(ALONE, count)
 
     def joined(self, secure: bool) -> None:
-        """Note that this process has joined a job that outlives its processes.
+        """Note that this process has joined a recoverable job.
 
         Args:
-            secure: Whether who joins needs a certificate: then nobody can in another one's name.
+            secure: Whether joining needs a certificate: then no process can join in another's name.
         """
         self._watch_no_more()
         self._neighbours = None if secure else _neighbours.watch()
 
     @property
     def recoverable(self) -> bool:
-        """Whether the others outlive a process that ends."""
+        """Whether the others go on when a process ends."""
         return bool(jax.config.values["jax_enable_recoverability"])
 
     def together(
         self, leads: Sequence[jax.Device], exchange: Callable[[], T], call: str | None = None
     ) -> T:
-        """Return the result of an exchange that all processes which are there have.
+        """Return the result of an exchange, which all live processes then have.
 
         Args:
             leads: A device of each process of the job, at the first call.
             exchange: Dispatches the exchange, and waits for its result.
-            call: Tells exchanges apart: processes in different ones would wait in it, or be
-                aborted. None for that of a window, in which to look at the others would cost too
-                much; one that meets it in another call knows.
+            call: Name of the call: processes in different calls would wait in the exchange, or be
+                aborted. None for the exchange of a window, in which looking at the others would
+                cost too much; a process that meets it in another call notices.
 
         Raises:
-            ExchangeLost: In all processes that are there, if one of the others has ended. Which
-                it was is in `gone`.
-            ProcessLostError: If it was process 0, or one that left with an error.
+            ExchangeLost: In all live processes, if one of the others has ended; `gone`
+                then includes it.
+            ProcessLostError: If process 0 has ended, or a process that left with an error.
             RuntimeError: If two processes use the same GPU, or are in different calls.
         """
         TURNS.wait()
@@ -226,8 +227,8 @@ class Processes:
             if not self._asked:
                 self._asked = tuple(leads)
                 before_exit(self._leave_with_error)
-            # One between barrier and collective would leave the others in that. No call of these
-            # can be interrupted, so this makes it come no later than the exchange does.
+            # A Ctrl-C between barrier and collective would leave the others in the collective. None
+            # of these calls can be interrupted, so this delays it by no more than the exchange.
             with HeldInterrupt() as interrupt, self._one_at_a_time:
                 interrupt.begin()
                 result = self._together(exchange, call)
@@ -242,29 +243,30 @@ class Processes:
             key = f"{CALLS}/{_coordinator.index()}"
             _coordinator.tell(_coordinator.client(), key, call, anew=True)
         try:
-            # All are there. A process waits here for one that is late, so the exchange itself is
-            # short, and one that has ended is noticed before the others depend on it.
+            # A barrier first: processes wait here for a late one, so the exchange itself is short,
+            # and they notice one that has ended before they depend on it.
             self._agree(lambda: None)
             if call is not None:
                 self._check_call(call)
             return self._agree(exchange)
         except jax.errors.JaxRuntimeError as error:
-            said = "oordination" in str(error)  # also what gloo looked for there, and did not find
+            # gloo, too, may look for the coordinator, and not find it
+            said = "oordination" in str(error)
             if not said or _coordinator.answers(_coordinator.client()):
                 raise
-            # said at once: JAX ends this process as soon as it notices
+            # logged at once: JAX ends this process as soon as it notices
             logger.error("elche: %s", NO_COORDINATOR)
             raise ProcessLostError(NO_COORDINATOR, (0,)) from error
 
     def _check_call(self, call: str) -> None:
-        """Raise if a process is in another call: it cannot tell that in the exchange."""
+        """Raise if a process is in a different call, which the exchange itself cannot show."""
         told = _coordinator.told_in(_coordinator.client(), CALLS)
         for process in sorted({device.process_index for device in self._asked} - self.gone):
             if told.get(str(process), call) != call:
                 raise of_process(RuntimeError(MET.format(process, _coordinator.index())), process)
 
     def _agree(self, run: Callable[[], T]) -> T:
-        """Return what a function returns, once all processes that are there have run theirs."""
+        """Return the result of a function once all live processes have run theirs."""
         before = {device.process_index for device in self._asked} - self.gone
         try:
             with multihost_utils.live_devices(list(self._asked)) as there:
@@ -276,10 +278,10 @@ class Processes:
         except (multihost_utils.ProcessFailureError, ExchangeLost) as error:
             _progress.log_told()
             gone = before - _processes_of(multihost_utils.live_devices.devices or ())
-            if not gone:  # one seems to have come back: who has told of its end, for a moment
+            if not gone:  # one seems to be back: for a moment another joins, to report its end
                 back = _processes_of(getattr(error, "failed_devices", ()))
                 gone = {process for process in back if _neighbours.found_ended(process)}
-            if not gone:  # else it would be tried again for ever
+            if not gone:  # otherwise it would be tried again forever
                 raise ProcessLostError(REPLACED) from error
             self.gone |= gone
             for process in sorted(gone):
@@ -290,11 +292,11 @@ class Processes:
         return result
 
     def leave(self) -> None:
-        """Leave the job at the end of the program; process 0 when all others have left, or ended.
+        """Leave the job at the end of the program; process 0 once all others have left or ended.
 
-        The coordinator is in process 0: the others would be ended with it. The others leave at
-        once. One that still needs them notices in its next exchange; so do all if process 0 has
-        an error, and if that ends it, it waits for them only for a while.
+        The coordinator runs in process 0: JAX would end the others with it. The others leave at
+        once. A process that still needs them notices in its next exchange; so do all if process 0
+        has an error. If the error ends process 0, it waits for them only for a while.
         """
         error = getattr(sys, "last_value", None)
         why, first = self._why if error is None else _why(error), _coordinator.index() == 0
@@ -304,11 +306,11 @@ class Processes:
                 self._watch_no_more()
                 jax.distributed.shutdown()
                 return
-            # the others go on without one that has not begun
+            # no reason for a process that has not begun: the others go on without it
             self._leave_at_once(why if first or self._asked else None)
             if first:
                 others = set(_coordinator.others()) - self.gone
-                # one that has handled its error waits as after success
+                # if the script has handled its error, this waits as after success
                 seconds = math.inf if error is None else _leaving.PATIENCE_S
                 _leaving.wait_for_others(self._store, others, self._ended, seconds)
             elif isinstance(error, ProcessLostError) and 0 in error.processes:
@@ -318,7 +320,7 @@ class Processes:
         if not self._has_left:
             self._has_left = True
             if why is not None:
-                # first: as soon as the others know, a launcher may see one of them end
+                # before the reason: as soon as the others know it, a launcher may see one end
                 _progress.blame(_coordinator.index() if why.process is None else why.process)
                 _leaving.tell_reason(why.text)
             self._watch_no_more()
@@ -332,7 +334,7 @@ class Processes:
         return self._neighbours is not None and self._neighbours.saw_end_of(process)
 
     def _wait(self) -> None:
-        # a process that has ended is no matter any more
+        # a process that has ended does not matter any more
         ended, asked = multihost_utils.ProcessFailureError, list(self._asked)
         with suppress(ended), multihost_utils.live_devices(asked):
             pass
@@ -348,7 +350,7 @@ class Processes:
 def _in_our_words() -> Generator[None]:
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's may be either
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises either
         for said, meaning in EXPLAINED.items():
             if said in str(error):
                 raise RuntimeError(meaning) from error
@@ -365,13 +367,13 @@ def _why(error: BaseException) -> Why:
 
 
 def of_process(error: E, process: int) -> E:
-    """Return an error that this process raises because another one has it."""
+    """Mark an error that this process raises because of another one; return the error."""
     vars(error)[WHOSE] = process
     return error
 
 
 def _whose(error: BaseException | None) -> int | None:
-    """Return whose error it is, or whose it comes from; None for this process."""
+    """Return the process whose error this is, or comes from; None for this process."""
     for _ in range(DEEP):
         if error is None:
             break
@@ -384,11 +386,11 @@ def _whose(error: BaseException | None) -> int | None:
 
 
 PROCESSES = Processes()
-"""Those of this process's job."""
+"""The processes of this process's job."""
 
 
 def noting_errors(fn: Callable[P, T]) -> Callable[P, T]:
-    """Let the others be told what a function raises, if this process leaves the job with it."""
+    """Note what a function raises, to tell the others if this process leaves the job with it."""
 
     @wraps(fn)
     def noted(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,8 +1,9 @@
 """What this process is doing, noted where a watchdog outside of it can read it.
 
-The library notes the phases of its work here. If nobody watches, a note does nothing. Else it is
-a few words of a file that both have in memory: no call can block, and the watchdog can read it
-while this process is stopped or stuck. Nothing is decided here, see `elche_jax.launch.judge`.
+The library notes the phases of its work here. If nothing watches, a note does nothing. Otherwise
+it is a few words in a file that both processes have mapped into memory: no call can block, and the
+watchdog can read it while this process is stopped or stuck. `elche_jax.launch.judge` draws the
+conclusions.
 """
 
 import mmap
@@ -16,10 +17,10 @@ from typing import NamedTuple, Self
 from elche_jax._log import logger
 
 VARIABLE = "ELCHE_PROGRESS"
-"""Where a launcher says which file this is."""
+"""Environment variable in which a launcher names this file."""
 
 MEMORY = "ELCHE_MEMORY"
-"""Where a launcher names a folder in memory that outlives the processes of a generation."""
+"""Environment variable with a folder in memory that outlives the processes of a generation."""
 
 DESTINATION = "folder"
 """Name of the file, beside checkpoints in memory, that says where on disk they belong."""
@@ -31,7 +32,7 @@ AGAIN = 75
 """Exit code of a process that has saved and wants to be started again (`EX_TEMPFAIL`)."""
 
 KINDS = ("", "connect", "compile", "restore", "checkpoint", "data", "window", "exchange", "leave")
-"""The phases that are noted, by the numbers that are written for them."""
+"""The phases that are noted; a phase is written as its index."""
 
 _SIZE = 4096
 _PID, _NOTES, _FIRST, _WINDOW, _RUNS, _TOLD, _PROCESS, _SEVERAL = range(8)
@@ -42,12 +43,12 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 
 class Phase(NamedTuple):
-    """A phase in which a process is.
+    """A phase that a process is in.
 
     Attributes:
         kind: One of `KINDS`.
-        window: Number of the window, -1 if it is that of the process.
-        begun: Tells phases apart.
+        window: Number of the window; -1 for the process's first one that is not complete.
+        begun: When it began, in nanoseconds, to tell phases apart.
     """
 
     kind: str
@@ -59,16 +60,16 @@ class Noted(NamedTuple):
     """What a process has noted.
 
     Attributes:
-        pid: Its number; 0 if it has not begun.
+        pid: Its process id; 0 if it has not begun.
         notes: A number that changes with every note.
         first: The first window of its run.
         window: The first window that is not complete.
-        trained: How many windows it has trained in all its runs.
+        trained: Number of windows it has trained in all its runs.
         running: Whether its loop is in the middle of a run.
         process: Its index in the job.
         several: Whether the job has several processes.
         ranks: The ranks of its devices, as text.
-        phases: The phases in which it is.
+        phases: The phases that it is in.
     """
 
     pid: int = 0
@@ -88,8 +89,8 @@ class ProgressFile:
 
     Attributes:
         path: The file.
-        memory: The file in memory, as bytes.
-        words: The same, as numbers of 8 bytes.
+        memory: The mapped file, as bytes.
+        words: The mapped file, as 8-byte integers.
 
     Args:
         path: The file, see `create`.
@@ -110,7 +111,7 @@ class ProgressFile:
         Args:
             path: The file.
             watched: Whether a watchdog reads it.
-            noted: Whether phases are noted; if not, only because of whom the process ended.
+            noted: Whether phases are noted; if not, only the process to blame for the end is.
         """
         path.write_bytes(bytes(_SIZE))
         file = cls(path)
@@ -120,11 +121,14 @@ class ProgressFile:
     # -- the process that writes, see also the functions below -----------------------
 
     def claim(self) -> bool:
-        """Take the file for this process, as long as it lives.
+        """Take the file for this process, for as long as it lives.
 
-        Processes that it starts inherit the variable, and must not write.
+        Processes that it starts inherit the variable, but must not write.
+
+        Returns:
+            Whether no other process has it.
         """
-        import fcntl  # POSIX, as a launcher is
+        import fcntl  # POSIX only, like a launcher
 
         lock = os.open(self.path, os.O_RDWR)  # until the process ends
         try:
@@ -141,11 +145,11 @@ class ProgressFile:
             self._read = self.words[_TOLD]
             log_told()
         try:
-            at, words = self._free.pop(), self.words  # atomic: threads note, too
-        except IndexError:  # more at once than there are places: this one is not seen
+            at, words = self._free.pop(), self.words  # atomic, as any thread may note
+        except IndexError:  # more phases at once than places: this one is not noted
             return 0
         words[at + 1], words[at + 2] = window, time.monotonic_ns()
-        words[at] = _CODES[kind]  # last: from now on it counts
+        words[at] = _CODES[kind]  # last: it makes the place valid
         words[_NOTES] += 1
         return at
 
@@ -175,11 +179,11 @@ class ProgressFile:
 
     @property
     def because(self) -> int | None:
-        """Because of which process it has ended, itself included; None if it did not say."""
+        """The process because of which it has ended, which may be itself; None if not noted."""
         return self.words[_BECAUSE] - 1 if self.words[_BECAUSE] else None
 
     def tell(self) -> None:
-        """Let the process read what was told, with its next note."""
+        """Make the process log what the watchdog has done, with its next note."""
         self.words[_TOLD] += 1
 
     def ask(self) -> None:
@@ -229,7 +233,7 @@ def completed(window: int, trains: bool) -> None:
 
 
 def joined(process: int, several: bool) -> None:
-    """Note the index of this process in its job, and whether that has others."""
+    """Note the index of this process in its job, and whether the job has others."""
     if (file := _file or _given) is not None:
         file.words[_PROCESS], file.words[_SEVERAL] = process, several
         file.words[_NOTES] += 1
@@ -251,19 +255,19 @@ def closed() -> None:
 
 
 def blame(process: int) -> None:
-    """Note because of which process this one ends: of itself, if others end because of it."""
+    """Note the process because of which this one ends; itself if others end because of it."""
     if _given is not None:
         _given.words[_BECAUSE] = process + 1
 
 
 def ask() -> None:
-    """Let `asked` be true in this process; may be called in a signal handler."""
+    """Make `asked` return true in this process; may be called in a signal handler."""
     global _asked
     _asked = True
 
 
 def asked() -> bool:
-    """Return whether this process was asked to save and to end, by a launcher or by itself."""
+    """Return whether this process was asked to save and end, by a launcher or by itself."""
     return _asked or (_file is not None and _file.words[_ASKED] != 0)
 
 
@@ -278,7 +282,7 @@ def watched() -> bool:
 
 
 def write_to(file: ProgressFile) -> bool:
-    """Note everything in a file from now on; return whether it is this process's own."""
+    """Note everything in a file from now on; return False if another process has it."""
     global _file
     if not file.claim():
         return False
@@ -288,7 +292,7 @@ def write_to(file: ProgressFile) -> bool:
 
 
 def told() -> list[str]:
-    """Return what the watchdog has done to processes of the job, a line each."""
+    """Return what the watchdog has done to processes of the job, one line per action."""
     if _file is not None:
         with suppress(OSError):
             return (_file.path.parent / TOLD).read_text("utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""JAX's settings that hold in a single thread, taken along to the threads of a run."""
+"""JAX's thread-local settings, carried over to the threads of a run."""
 
 import contextlib
 from collections.abc import Callable, Hashable
@@ -18,30 +18,30 @@ NAMES = (
 """The context managers of `jax` that change what a function computes. Those that only watch it
 (`log_compiles`, `transfer_guard`, ...) stay in the thread that entered them."""
 
-_VALUES = attrgetter(*[f"jax_{name}" for name in NAMES])  # of `jax.config`, at once
+_VALUES = attrgetter(*[f"jax_{name}" for name in NAMES])  # all values of `jax.config` in one call
 
 
 def setting(name: str) -> Any:
     """Return the value that a setting of JAX has in this thread.
 
     Args:
-        name: Its name without the `jax_` in front.
+        name: Its name without the prefix `jax_`.
 
     Examples:
         >>> with jax.disable_jit():
         ...     setting("disable_jit")
         True
     """
-    return getattr(jax.config, f"jax_{name}")  # JAX makes these attributes late
+    return getattr(jax.config, f"jax_{name}")  # JAX defines these attributes at run time
 
 
 def settings() -> tuple[Hashable, ...]:
-    """Return the values that hold in this thread, in the order of `NAMES`."""
+    """Return the values in this thread, in the order of `NAMES`."""
     return _VALUES(jax.config)
 
 
 def with_settings(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return a function to be called in another thread, where this thread's settings hold.
+    """Return the function, to be called in another thread under this thread's settings.
 
     Examples:
         >>> import threading

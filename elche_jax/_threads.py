@@ -1,7 +1,8 @@
 """Threads that the interpreter waits for before it ends, unless they are stuck.
 
-They are daemons, as one that is stuck must not keep the process from ending. But one that goes on
-while the interpreter ends crashes the process if it is in JAX's runtime, if only to drop an array.
+They are daemon threads, as a stuck thread must not keep the process from ending. But a thread that
+runs on while the interpreter ends crashes the process if it is in JAX's runtime, even if it only
+drops an array.
 """
 
 import atexit
@@ -19,15 +20,15 @@ from elche_jax._waiting import Condition, interruptible
 
 
 class BackgroundThread(threading.Thread):
-    """A thread that can be waited for, also once a Ctrl-C has ended an earlier wait.
+    """A thread that can be waited for, even after a Ctrl-C has ended an earlier wait.
 
-    On Python 3.11 and 3.12 a `Thread.join` that is interrupted marks the thread as ended.
+    On Python 3.11 and 3.12 an interrupted `Thread.join` marks the thread as ended.
 
     Args:
-        target: What it runs, under the JAX settings of the thread that makes it.
-        args: The arguments.
-        name: Its name.
-        daemon: Whether Python itself does not wait for it.
+        target: The function to run, under the JAX settings of the thread that creates this one.
+        args: Its arguments.
+        name: Name of the thread.
+        daemon: Whether it is a daemon thread, which Python itself does not wait for.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class BackgroundThread(threading.Thread):
         self._over = False
 
     def run(self) -> None:
-        """Run the target; it holds nothing of it any more when it is over."""
+        """Run the target; when over, the thread keeps no reference to it."""
         try:
             super().run()
         finally:
@@ -54,17 +55,17 @@ class BackgroundThread(threading.Thread):
 
     @property
     def over(self) -> bool:
-        """Whether it has ended; in a fork, which has only the thread that forked, it has."""
+        """Whether it has ended; always true in a fork, which has only the thread that forked."""
         return self._over or self._process != os.getpid()
 
     @property
     def running(self) -> bool:
-        """Whether it was started and is not over; unlike `is_alive` right after a Ctrl-C, too."""
+        """Whether it was started and is not over; unlike `is_alive`, also right after a Ctrl-C."""
         return self.ident is not None and not self.over
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is over, at most some seconds; return whether it is not running."""
-        if not self.running:  # in a fork another thread may have held the lock
+        """Wait until it is over, for at most some seconds; return whether it is not running."""
+        if not self.running:  # without the lock, which another thread may have held at a fork
             return True
         with interruptible(), self._changed:
             return self._changed.wait_for(lambda: not self.running, seconds)
@@ -76,11 +77,11 @@ class _Waited(NamedTuple):
     seconds: float | None
 
 
-# a list: Python code runs when an entry of a weak mapping goes, and a Ctrl-C in it is lost
+# no weak mapping: it runs Python code when an entry goes, and a Ctrl-C in that is lost
 _running: list[_Waited] = []
 _lock = threading.Lock()
 _owners: list[object] = []
-"""Owners of threads that run when the interpreter begins to end."""
+"""Owners of threads that are still running when the interpreter begins to end."""
 
 
 def wait_at_exit(
@@ -88,16 +89,16 @@ def wait_at_exit(
     close: "weakref.finalize[Any, Any] | None" = None,
     seconds: float | None = None,
 ) -> None:
-    """Let the interpreter wait for a thread that was told to end, but has not yet.
+    """Make the interpreter wait at its end for a thread that was told to end, but has not yet.
 
-    Its owner is often collected as garbage, which happens in any thread: also in this one, which
-    cannot wait for itself.
+    The owner of a thread cannot always wait for it: it is often garbage collected, possibly in
+    this very thread.
 
     Args:
         thread: The thread.
-        close: Tells it to end when its owner is dropped; if the owner is there at the end, it also
-            waits for the thread. None for a thread that ends by itself.
-        seconds: How long to wait at most; None for no limit.
+        close: Finalizer of the owner, which tells the thread to end; if the owner still exists at
+            the end, it also waits for the thread. None for a thread that ends by itself.
+        seconds: Longest time to wait; None for no limit.
     """
     with _lock:
         _running[:] = [one for one in _running if not one.thread.over]
@@ -112,8 +113,8 @@ def wait_for_end(thread: BackgroundThread, seconds: float, at_exit: float | None
 
     Args:
         thread: The thread.
-        seconds: How long to wait at most; it is then left to end by itself.
-        at_exit: The same while the interpreter ends; None for no limit.
+        seconds: Longest time to wait; the thread is then left to end by itself.
+        at_exit: Longest time to wait while the interpreter ends; None for no limit.
     """
     if threading.main_thread().is_alive():
         thread.wait(seconds)
@@ -124,13 +125,13 @@ def wait_for_end(thread: BackgroundThread, seconds: float, at_exit: float | None
 
 @contextmanager
 def _deadly_interrupt() -> Generator[None]:
-    """Let a Ctrl-C end the process as if Python had not changed what it does."""
+    """Let a Ctrl-C end the process, as it does without Python's signal handler."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # nobody reads it, or it is no file
+        with suppress(Exception):  # its reader is gone, or it is not a file
             stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -153,12 +154,12 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 @atexit.register
 def _wait() -> None:
     while True:
-        with _lock:  # one that still runs may begin another one
+        with _lock:  # a thread that is still running may start another one
             if not _running:
                 return
             thread, close, seconds = _running.pop()
         if close is not None and (there := close.peek()) is not None:
-            # its finalizer runs later, and in this thread: no other one drops it meanwhile
+            # keeps the owner until its finalizer runs, later and in this thread
             _owners.append(there[0])
         else:
             with _deadly_interrupt():

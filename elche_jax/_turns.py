@@ -1,4 +1,4 @@
-"""In which order the threads of a process exchange with other processes: in all in the same."""
+"""Keeps the exchanges that a process's threads have with other processes in one order."""
 
 import threading
 from collections.abc import Callable
@@ -24,12 +24,12 @@ class Averaging(Protocol):
 
 
 class OneThread(AbstractContextManager[None]):
-    """Refuses a call of a thread while another thread is in one.
+    """Raises an error in a thread's call while another thread is in one.
 
     Args:
-        message: What is said then.
-        for_good: Whether this is logged, and all later calls are refused, too, as what the other
-            thread does cannot be relied on any more.
+        message: The error's message.
+        for_good: Whether the error is also logged, and all later calls raise it, as the other
+            thread's results cannot be relied on any more.
 
     Examples:
         >>> calls = OneThread("one at a time")
@@ -39,17 +39,17 @@ class OneThread(AbstractContextManager[None]):
 
     def __init__(self, message: str, for_good: bool = False):
         self._message, self._for_good = message, for_good
-        self._calls = threading.RLock()  # those of one thread
+        self._calls = threading.RLock()  # a thread may nest calls
         self._refused = False
 
     def __enter__(self) -> None:
         if self._calls.acquire(blocking=False):
-            if not self._refused:  # asked now, as only this thread is in a call
+            if not self._refused:  # read only now that no other thread is in a call
                 return
             self._calls.release()
         elif self._for_good and not self._refused:
             self._refused = True
-            # said at once: the other one may wait for an exchange that does not come
+            # logged at once: the other thread may wait forever for an exchange
             logger.error("elche: %s", self._message)
         raise RuntimeError(self._message)
 
@@ -58,11 +58,11 @@ class OneThread(AbstractContextManager[None]):
 
 
 class Turns:
-    """Whose turn it is to exchange with other processes.
+    """Decides which thread may exchange with other processes next.
 
     What the loop exchanges, another loop's windows included, comes after the windows that were
-    dispatched before. Loops make the same calls in all processes, so that the order is the same:
-    that of one thread. A second one, whose order nobody knows, is refused.
+    dispatched before. Loops make the same calls in all processes, so the order is the same in all:
+    that of one thread. A second thread is an error, as its calls may come in any order.
 
     Examples:
         >>> class Windows:
@@ -76,7 +76,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._averaging: WeakSet[Averaging] = WeakSet()
-        self._lock = threading.Lock()  # of the set: a weak one is not changed while it is read
+        self._lock = threading.Lock()  # a weak set must not change while it is read
         self._thread = threading.local()
         self._calls = OneThread(SECOND, for_good=True)
 
@@ -121,4 +121,4 @@ class Turns:
 
 
 TURNS = Turns()
-"""Those of this process."""
+"""The turns of this process."""

@@ -1,4 +1,4 @@
-"""Where a Ctrl-C may come: in waits for other threads, but not in the middle of a hand-over."""
+"""Controls where a Ctrl-C may be raised: in waits for other threads, but not in a hand-over."""
 
 import signal
 import sys
@@ -12,17 +12,17 @@ from typing import Any
 class Condition(threading.Condition):
     """A condition whose `with` block never leaves its lock held when a Ctrl-C ends it.
 
-    The two methods by which a block of `threading.Condition` begins and ends are functions of
-    Python, where a signal's exception may be raised: once the lock is taken and the block has not
-    begun, or in front of its release. No thread could take the lock again then, and the process
-    would not end. Here they are the lock's own, of C, which handle a signal only while they wait.
+    `__enter__` and `__exit__` of `threading.Condition` are Python functions, in which a signal's
+    exception may be raised: after the lock is acquired but before the block begins, or before the
+    lock is released. No thread could then acquire the lock again, and the process would not end.
+    Here they are the lock's own C methods, which handle a signal only while they wait.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         super().__init__(self.lock)
 
-    # found without a function of Python, either
+    # looked up without a Python function, too
     __enter__: Any = property(attrgetter("lock.__enter__"))
     __exit__: Any = property(attrgetter("lock.__exit__"))
 
@@ -31,8 +31,8 @@ class Condition(threading.Condition):
 def interruptible() -> Generator[None, None, None]:
     """Let a signal's exception propagate from a wait for a `threading.Condition` or `Event`.
 
-    A signal that arrives while the condition acquires or releases its lock leaves the lock
-    unheld, so that Python raises `RuntimeError` instead of `KeyboardInterrupt`. This raises the
+    If a signal arrives while the condition acquires or releases its lock, the lock is left
+    unheld, and Python raises `RuntimeError` instead of `KeyboardInterrupt`. This raises the
     original exception: `KeyboardInterrupt`, `SystemExit`, or whatever the handler raised.
     """
     before = sys.exc_info()[1]
@@ -49,16 +49,17 @@ def interruptible() -> Generator[None, None, None]:
 
 
 class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
-    """Holds a Ctrl-C back, from `begin` to the end of the block; the caller has to raise it then.
+    """Holds a Ctrl-C back from `begin` to the end of the block; the caller must then raise it.
 
-    Only one that Python's own handler would raise: handlers of others are left alone. The second
-    one is not held back. If the block ends with an error, `KeyboardInterrupt` takes its place.
+    This applies only while Python's default handler is installed: other handlers are left alone. A
+    second Ctrl-C is not held back. If the block ends with an error, `KeyboardInterrupt` replaces
+    it.
 
     Args:
-        react: Called by the handler when one comes that is held back.
+        react: Called by the handler when a Ctrl-C is held back.
 
     Attributes:
-        came: Whether one came.
+        came: Whether a Ctrl-C came.
 
     Examples:
         >>> with HeldInterrupt() as interrupt:
@@ -73,10 +74,10 @@ class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
         self._react = react
 
     def begin(self) -> bool:
-        """Begin to hold it back; without effect if that began before, or in other threads.
+        """Begin to hold a Ctrl-C back; no effect if called before, or outside the main thread.
 
         Returns:
-            Whether it is held back: one that is raised from now on is the second one.
+            Whether it is held back: a Ctrl-C that is raised from now on is the second one.
         """
         if self._holds or threading.current_thread() is not threading.main_thread():
             return self._holds

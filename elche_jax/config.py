@@ -74,8 +74,8 @@ class DDPConfig(check.CheckedFields):
             from the first report on. None: 200, or `anchor` if that is larger. 0: the
             balancer, as above.
         max_batch_diff: Largest change of a count per window, at least 1, see `ElChe`;
-            None for no bound. Under `"async"` with `exchange="host"`, also that of
-            `HostExchange`.
+            None for no bound. Under `"async"` with `exchange="host"`, also the
+            `max_batch_diff` of `HostExchange`.
         speed_hint: Prior knowledge of the speeds, in any form that `ElChe` takes; used by
             the balancer, too.
         max_grad_norm: See `build_train_step`.
@@ -88,8 +88,8 @@ class DDPConfig(check.CheckedFields):
         timeline: See `build_train_step`.
         exchange: Where contributions become a mean. `"device"`: on the devices. `"host"`: on
             the host, see `HostExchange`.
-        exchange_timeout: `timeout` of `HostExchange`; with `exchange="host"`.
-        max_overshoot: That of `HostExchange`; under `"async"` with `exchange="host"`.
+        exchange_timeout: `timeout` of `HostExchange`; only with `exchange="host"`.
+        max_overshoot: See `HostExchange`; only under `"async"` with `exchange="host"`.
 
     Raises:
         ValueError: If a value is out of range or contradicts another one.
@@ -172,7 +172,7 @@ class DDPConfig(check.CheckedFields):
     def cadence_knobs(self) -> list[str]:
         """Return the non-default settings that select the cadence, as `name=value`.
 
-        Settings that only say how late means are applied are not among them.
+        Settings that only determine how late means are applied are left out.
         """
         late = ["policy='async'"]
         if self.exchange == "host" and self.policy == "async":
@@ -189,8 +189,8 @@ class DDPConfig(check.CheckedFields):
 
         Args:
             averaging: The rule; None for the mean gradient.
-            run_ahead: Whether devices run ahead of the exchange, which is late then without a
-                `delay`; None: as these settings say.
+            run_ahead: Whether devices run ahead of the exchange, which is then late without a
+                `delay`; None to follow these settings.
 
         Raises:
             ValueError: If the rule contradicts a setting, or cannot be late, as
@@ -282,13 +282,13 @@ class DDPConfig(check.CheckedFields):
 
     def _balanced(self, world_size: int) -> Balanced:
         total = self.anchor * world_size if self.total is None else self.total
-        # The default floor would be an equal share, or more than that, on many devices.
+        # On many devices, the default floor would be an equal share or more.
         floor = min(Balanced.min_ratio, 0.5 / world_size)
         return Balanced(total, min_ratio=floor, speed_hint=self.speed_hint)
 
     def elche(self) -> ElChe:
         """Return an `ElChe` with these settings."""
-        # the default ceiling must not lower the anchor that was asked for
+        # the default maximum must not lower the anchor that was asked for
         highest = self.max_anchor or max(ElChe.max_anchor, self.anchor)
         return ElChe(
             anchor=self.anchor,
@@ -306,7 +306,7 @@ def check_arguments(
     verify_every: int | None,
     timeline: Recorder | None,
 ) -> None:
-    """Check arguments of `build_train_step` that are fields of `DDPConfig`, too.
+    """Check the arguments of `build_train_step` that `DDPConfig` also has as fields.
 
     Raises:
         TypeError: If one has the wrong type.
@@ -322,7 +322,7 @@ def check_arguments(
 
 
 def dtype_name(dtype: DTypeLike | None) -> Any:
-    """Return the name of a dtype, such as `jnp.bfloat16`; a name, None, or what is none, as it is.
+    """Return the name of a dtype such as `jnp.bfloat16`; anything else is returned as it is.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The start of a process of a job: `jax.distributed`, with what this library needs of it."""
+"""Starts a process of a job: `jax.distributed`, set up as this library needs it."""
 
 import os
 import socket
@@ -21,31 +21,31 @@ HEARTBEAT_S = 30
 """Default number of seconds within which the others know that a process has ended."""
 
 LOOKS_S = 1
-"""How often JAX's coordinator looks for processes that give no sign of life, in seconds."""
+"""Seconds between two checks of JAX's coordinator for processes that give no sign of life."""
 
 HEARTBEAT = "heartbeat_timeout_seconds"
-"""JAX's name of that time."""
+"""JAX's name for the heartbeat timeout."""
 
 TLS = "mtls_cert_file"
-"""JAX's argument, and what it has in its settings, if connections are encrypted."""
+"""JAX's argument, and its setting (with `jax_` in front), for encrypted connections."""
 
 LIMIT = "--xla_cpu_collective_timeout_seconds"
 """XLA's flag for the seconds that a collective on CPUs may take."""
 
 LEAVE_S = 300
-"""Seconds that a process which has ended its work waits for the others."""
+"""Longest time in seconds that a process that has ended its work waits for the others."""
 
 FIRST_S = 3
-"""Seconds that a process waits for process 0 to listen, before it leaves that to JAX."""
+"""Seconds that a process waits for process 0 to listen, before it leaves the waiting to JAX."""
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
-"""JAX's variable for the address of process 0."""
+"""JAX's environment variable for the address of process 0."""
 
 ID = "ELCHE_PROCESS_ID"
-"""Variable in which a launcher says which process this is."""
+"""Environment variable in which a launcher gives this process's index."""
 
 VARIABLES = f"{ADDRESS}, {COUNT} and {ID}"
-"""All that a launcher says, for messages."""
+"""The environment variables that a launcher sets, for messages."""
 
 
 def initialize(
@@ -60,30 +60,30 @@ def initialize(
 ) -> None:
     """Join the job that this process is part of, before JAX is used.
 
-    Without arguments, the job is what the environment says: variables of a launcher
+    Without arguments, the environment describes the job: variables of a launcher
     (`JAX_COORDINATOR_ADDRESS`, `ELCHE_NUM_PROCESSES` and `ELCHE_PROCESS_ID`), or a cluster that
-    `jax.distributed` knows, such as Slurm, Open MPI or Kubernetes. If it says nothing, the job has
-    this one process, so a script runs unchanged on one process or several.
+    `jax.distributed` knows, such as Slurm, Open MPI or Kubernetes. If it describes none, the job
+    has only this process, so a script runs unchanged on one process or several.
 
     Args:
-        coordinator_address: Address and port of process 0, as `"10.0.0.1:1234"`.
+        coordinator_address: Address and port of process 0, such as `"10.0.0.1:1234"`.
         num_processes: Number of processes, at least 1.
-        process_id: Number of this process, from 0 on.
+        process_id: Index of this process, from 0 on.
         heartbeat_timeout: Seconds within which the others know that a process has ended, at least
-            2. One that pauses for half of them may count as gone, too.
+            2. A process that pauses for half of this time may count as ended, too.
         exchange_timeout: Seconds that one exchange may take on the devices, at least 1. If a
-            process ends in the middle of one, the others may wait that long. On CPUs only.
-        recoverable: Whether the others go on if a process ends, except for process 0. If not,
-            JAX ends them.
+            process ends in the middle of an exchange, the others may wait that long. On CPUs only.
+        recoverable: Whether the others go on if a process other than process 0 ends. If not, JAX
+            ends them.
         **options: Further arguments of `jax.distributed.initialize`.
 
     Raises:
         RuntimeError: If JAX has been used before, the job was joined before, or the port of
             process 0 is in use.
-        TypeError: If a number is none, the address no text, or `recoverable` no bool; or if
-            `options` has JAX's `heartbeat_timeout_seconds`.
-        ValueError: If a number is out of range, the address is not a host and a port, or some of
-            the three are missing.
+        TypeError: If a number, the address or `recoverable` has the wrong type, or `options` has
+            JAX's `heartbeat_timeout_seconds`.
+        ValueError: If a number is out of range, the address is not a host and a port, or only
+            some of the first three arguments are given.
 
     Examples:
         >>> import elche_jax as elche
@@ -148,25 +148,26 @@ def initialize(
 
 
 def watch(timeout: float) -> None:
-    """Let a watchdog outside of this process end it if it makes no progress.
+    """Start a watchdog outside of this process that ends it if it makes no progress.
 
-    For processes that `elche-jax launch` has not started, as by Slurm or over ssh; under `elche-jax
-    launch --timeout` this does nothing, as that watches them. The watchdog is a process of its own,
-    without JAX. It sees the phases of this process, and also that it is stopped; it says on stderr
-    which one did not end, and kills this process and those that it has started. It ends with it.
+    Use it for processes that are not started by `elche-jax launch`, but for example by Slurm or
+    over ssh. Under `elche-jax launch --timeout`, which watches its processes itself, it does
+    nothing. The watchdog is a separate process, without JAX. It sees this process's phases, and
+    whether it is stopped. It reports on stderr the phase that did not end, and kills this process
+    and those that it has started. It ends when this process does.
 
-    Call it before `initialize`, in which it then notices a process that is stopped.
+    Call it before `initialize`, so that it notices a process that is stopped in there.
 
     Args:
         timeout: Seconds that a window, or reading its data, may take, above 0. A compile, a
             restore, a checkpoint, the first window, its data, and what a loop does between two
             windows may take twenty times as long. While this process waits for others, it is not
-            ended: their own watchdogs end these.
+            ended: their own watchdogs end those.
 
     Raises:
-        RuntimeError: If it or `initialize` was called before, the system is Windows, or
+        RuntimeError: If `watch` or `initialize` was called before, the system is Windows, or
             `elche-jax launch --elastic` has started this process without `--timeout`.
-        TypeError: If `timeout` is no number.
+        TypeError: If `timeout` is not a number.
         ValueError: If it is out of range.
 
     Examples:
@@ -202,14 +203,15 @@ def watch(timeout: float) -> None:
 
 
 def request_restart() -> None:
-    """Let the job save a checkpoint and end with exit code 75, to be started again.
+    """Ask the job to save a checkpoint and end with exit code 75, to be started again.
 
-    All processes do so after the same window, a few later: `Checkpointer.save` and `Trainer.fit`
-    write a checkpoint whether or not it is due, and raise `RestartRequested`. One process that
-    calls this is enough. A loop that does not save goes on.
+    All processes do so after the same window, a few windows later: `Checkpointer.save` and
+    `Trainer.fit` write a checkpoint, whether or not it is due, and raise `RestartRequested`. It is
+    enough if one process calls this. A loop that does not save goes on.
 
-    It only sets a flag, so it may be called in a handler of a signal: of the one by which Slurm or
-    Kubernetes says that the time of this job is over. `elche-jax launch --elastic` asks by itself.
+    It only sets a flag, so it may be called in a signal handler, for example of the signal that
+    Slurm or Kubernetes sends when the job's time is over. `elche-jax launch --elastic` asks without
+    such a call.
 
     Examples:
         ```python
@@ -220,20 +222,20 @@ def request_restart() -> None:
 
 
 def _limit_collectives(seconds: int) -> None:
-    """Let collectives on CPUs fail after some time, unless the environment says when.
+    """Make collectives on CPUs fail after some time, unless the environment sets that time.
 
-    If a process ends in the middle of one, some of the others notice, and some would wait in it for
-    those for half an hour. XLA reads this when the first backend starts; as an option of a program
-    it has no effect.
+    If a process ends in the middle of a collective, some of the others notice, and the rest would
+    wait in it for those for half an hour. XLA reads the flag when the first backend starts; as an
+    option of a program it has no effect.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if LIMIT not in flags:
-        # in front: XLA does not read on behind a word that is no flag
+        # in front: XLA stops reading at a word that is not a flag
         os.environ["XLA_FLAGS"] = f"{LIMIT}={seconds} {flags}".strip()
 
 
 def _leave() -> None:
-    """Leave the job, see `Processes.leave`; JAX itself waits only if it is not recoverable."""
+    """Leave the job, see `Processes.leave`; JAX itself waits only if the job is not recoverable."""
     waiting = threading.Thread(target=PROCESSES.leave, name="elche-leave", daemon=True)
     waiting.start()
     waiting.join(LEAVE_S)
@@ -242,7 +244,7 @@ def _leave() -> None:
 
 
 def _address(given: str | None) -> str | None:
-    """Return the address of process 0, or what the environment says, checked."""
+    """Return the given address of process 0, or the environment's, checked."""
     where, name = "distributed.initialize", "coordinator_address"
     if given is not None:
         check.instance(where, name, given, str)
@@ -255,8 +257,8 @@ def _address(given: str | None) -> str | None:
 
 
 def _check_port(port: int) -> None:
-    """Check that nobody listens at the port of the coordinator: JAX may crash, or meet others."""
-    with suppress(socket.gaierror):  # a host that has no such name
+    """Check that the coordinator's port is free: JAX might crash, or meet another job."""
+    with suppress(socket.gaierror):  # a host without this name
         if _listens("localhost", port):
             raise RuntimeError(
                 f"distributed.initialize: nobody may listen at the port of coordinator_address, "
@@ -266,10 +268,10 @@ def _check_port(port: int) -> None:
 
 
 def _await_listener(address: str) -> None:
-    """Wait until process 0 listens; JAX tries again only a second after it has come too early.
+    """Wait until process 0 listens; JAX, if it comes too early, retries only a second later.
 
-    If nobody listens for some seconds, or the name of the host says nothing here, JAX goes on
-    waiting, and says so in the end.
+    If process 0 does not listen for some seconds, or the host's name is unknown here, JAX goes on
+    waiting, and reports it in the end.
     """
     host, _, port = address.rpartition(":")
     end = time.monotonic() + FIRST_S
@@ -279,17 +281,17 @@ def _await_listener(address: str) -> None:
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether somebody listens at a port.
+    """Return whether a process listens at a port.
 
     Raises:
         OSError: If the host has no address: a `socket.gaierror`.
-        UnicodeError: If its name is none.
+        UnicodeError: If its name is invalid.
     """
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection:
-            # by chance a connection on this host may leave from the port that it goes to
+            # by chance, a connection on this host may use the port that it connects to
             itself = connection.getsockname() == connection.getpeername()
-            if itself:  # reset at its end: the port would stay in use for a minute
+            if itself:  # reset at its end: the port would otherwise stay in use for a minute
                 reset = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             return not itself
@@ -300,7 +302,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _given(value: int | None, variable: str) -> int | None:
-    """Return a number that was given, or is in a variable of the environment."""
+    """Return the given number, or the one in an environment variable."""
     if value is not None or variable not in os.environ:
         return value
     text = os.environ[variable]

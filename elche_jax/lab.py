@@ -1,6 +1,6 @@
 """Experiments with artificially slowed devices, for `build_train_step(emulate=...)`.
 
-No other part of the package but the command line imports this one.
+In this package, only the command line imports this module.
 
 `EmulatedSpeeds` makes microbatches *last* a given time: a host callback after the loop sleeps
 until a deadline. `ExtraWork` makes them *cost* a multiple: the gradient is computed several
@@ -162,7 +162,7 @@ class AtWork:
         self._since = 0.0
 
     def begins(self, device: Hashable) -> None:
-        """Mark a device as at work; idempotent, as one that failed never called `ends`."""
+        """Mark a device as at work; idempotent, as a failed one has not called `ends`."""
         with self._changed:
             self._devices.add(device)
 
@@ -186,8 +186,8 @@ class AtWork:
         begun = time.perf_counter()
         with self._changed:
             while (now := time.perf_counter()) < begun + PATIENCE_S:
-                # since this wait began at the earliest: a program in the queue has not begun yet,
-                # however long ago the last one ended
+                # since this wait began at the earliest: however long ago the last program ended,
+                # one in the queue has not begun yet
                 quiet = 0.0 if self._devices else now - max(self._since, begun)
                 if quiet >= QUIET_S:
                     return True
@@ -200,8 +200,8 @@ _AT_WORK = AtWork()
 
 @functools.cache  # once per process
 def _wait_at_exit() -> None:
-    # without it 18 of 50 processes that got a Ctrl-C crashed in the runtime
-    before_exit(_AT_WORK.wait, last=True)  # after all that may dispatch work
+    # without it, 18 of 50 processes that got a Ctrl-C crashed in the runtime
+    before_exit(_AT_WORK.wait, last=True)  # after everything that may dispatch work
 
 
 @dataclass(frozen=True)
@@ -285,15 +285,15 @@ class EmulatedSpeeds(LoopHook):
                 clock.microbatch += 1
             time.sleep(max(0.0, clock.deadline - time.perf_counter()))
         except BaseException as error:
-            # The runtime would turn an error of the schedule into one of its own, and swallow a
-            # Ctrl-C, as with one device the program may run in the main thread: `settle` raises it.
+            # `settle` raises it. The runtime would turn an error of the schedule into its own, and
+            # swallow a Ctrl-C: with one device the program may run in the main thread.
             self._held_back.append(error)
         finally:
             _AT_WORK.ends((id(self), rank))
         return _ZERO
 
     def on_host(self) -> Seconds:
-        """Return the durations, as the host can wait instead of the program."""
+        """Return the durations, as the host can wait in place of the program."""
         return self._seconds
 
     def settle(self) -> None:
@@ -317,14 +317,14 @@ class EmulatedSpeeds(LoopHook):
 
 
 def _checked(ms: Any, window: int, rank: int, microbatch: int) -> float:
-    """Return what a user's schedule has returned, as a number."""
+    """Check a duration that a user's schedule has returned; return it as a number."""
     call = f"schedule({window}, {rank}, {microbatch})"
     return check.real("EmulatedSpeeds", call, ms, low=0)
 
 
 def _tell(callback: Callable[[Any], np.float32], *numbers: Any) -> Any:
     """Call the host with integers, packed in one array."""
-    # each argument costs the host time: three take 110 us, one array of three 45
+    # each argument costs the host time: three take 110 us, one array of three takes 45
     return io_callback(callback, _SCALAR, jnp.stack([jnp.int32(n) for n in numbers]))
 
 

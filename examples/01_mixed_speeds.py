@@ -41,7 +41,7 @@ WANTED = 0.97  # test accuracy required of both
 
 
 def set_up_devices() -> None:
-    """Creates one single-threaded CPU device per entry of `MS`; call it before JAX is used."""
+    """Create one single-threaded CPU device per entry of `MS`; call it before JAX is used."""
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     jax.config.update("jax_platforms", "cpu")
@@ -60,14 +60,14 @@ class CNN(nn.Module):
 
 
 def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
-    """Mean cross-entropy over one microbatch, with smoothed labels."""
+    """Return the mean cross-entropy over one microbatch, with smoothed labels."""
     logits = CNN().apply(params, batch["image"], train=True, rngs={"dropout": rng})
     labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], 10), 0.1)
     return optax.softmax_cross_entropy(logits, labels).mean()
 
 
 def adam(examples: float) -> optax.GradientTransformation:
-    """Adam whose learning rate grows with the square root of the examples per update."""
+    """Return Adam; its learning rate grows with the square root of the examples per update."""
     return optax.adam(2.5e-3 * (examples / 32) ** 0.5)
 
 
@@ -86,13 +86,13 @@ class Meter:
         self._task = progress.add_task(f"{name:<11}", total=examples, now="compiling")
 
     def add(self, loss: Any, examples: int, counts: Sequence[int]) -> None:
-        """Takes the results of the newest window."""
+        """Take the results of the newest window."""
         self._pending.append((loss, examples, counts))
         if len(self._pending) == 2:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the oldest window."""
+        """Wait for the oldest window."""
         loss, examples, counts = self._pending.pop(0)
         shown = f"loss {float(loss):.3f}  counts {counts}"
         self.ends.append(time.perf_counter())
@@ -107,7 +107,7 @@ class Meter:
 
 
 def train_plain(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any, list[Any]]:
-    """The usual loop, with equal shares, so that all devices wait for the slowest."""
+    """Train with the usual loop and equal shares: all devices wait for the slowest."""
     emulate, share = EmulatedSpeeds(MS), BATCH * DEVICES
     tx = adam(share)
 
@@ -145,7 +145,7 @@ def train_plain(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any,
 
 
 def train_elche(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any, list[Any]]:
-    """The same with `elche_jax`, where counts follow the speeds."""
+    """Train the same model with `elche_jax`, whose counts follow the speeds."""
     train = elche.build_train_step(
         loss_fn,
         adam(LIMIT * ANCHOR * max(MS) / 1e3),
@@ -174,7 +174,7 @@ class Outcome:
         return self.meter.examples / self.meter.seconds
 
     def column(self) -> list[str]:
-        """Returns the run's column of the table."""
+        """Return the run's column of the table."""
         busy_ms = np.sum([record.busy_ms for record in self.records], axis=0)
         return [
             f"{self.meter.seconds:.1f} s",
@@ -189,7 +189,7 @@ ROWS = "training time", "examples/s", "busy share", "share of the limit", "test 
 
 
 def main() -> int:
-    """Trains twice, prints the table, saves the plot; returns 1 if a model is not good enough."""
+    """Train twice, print the table, save the plot; return 1 if a model is not good enough."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help=f"{SHORT_EPOCHS} epochs only")
     parser.add_argument("--plot", default="out/mixed_speeds.png", help="the PNG to write")

@@ -40,18 +40,18 @@ class CNN(nn.Module):
 
 
 def loss(logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns cross-entropy and hits, one of each per example."""
+    """Return cross-entropy and hits, one of each per example."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses, hits(logits, batch)
 
 
 def hits(logits: jax.Array, batch: Any) -> dict[str, jax.Array]:
-    """Returns whether each digit is classified correctly."""
+    """Return whether each digit is classified correctly."""
     return {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text = "most epochs in total (%(default)s)"
     parser.add_argument("--epochs", type=integer(1), default=EPOCHS, metavar="N", help=text)
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 
 def speeds(text: str) -> list[float]:
-    """Converts the argument of `--emulate`."""
+    """Convert the argument of `--emulate`."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
@@ -76,7 +76,7 @@ def speeds(text: str) -> list[float]:
 
 
 def main() -> int:
-    """Trains and evaluates; returns 1 if the model is not good enough."""
+    """Train and evaluate; return 1 if the model is not good enough."""
     options = arguments()
     if options.emulate is not None:
         jax.config.update("jax_platforms", "cpu")

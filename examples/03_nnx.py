@@ -43,18 +43,18 @@ class CNN(nnx.Module):
 
 
 def loss(logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns cross-entropy and hits, one of each per example."""
+    """Return cross-entropy and hits, one of each per example."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses, hits(logits, batch)
 
 
 def hits(logits: jax.Array, batch: Any) -> dict[str, jax.Array]:
-    """Returns whether each digit is classified correctly."""
+    """Return whether each digit is classified correctly."""
     return {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
 def main() -> int:
-    """Trains and evaluates; returns 1 if the model is not good enough."""
+    """Train and evaluate; return 1 if the model is not good enough."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text = "epochs in total (%(default)s)"
     parser.add_argument("--epochs", type=integer(1), default=EPOCHS, metavar="N", help=text)

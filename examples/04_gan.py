@@ -1,12 +1,12 @@
-"""A hand-written GAN loop on devices of unequal speed, which a cadence drives.
+"""A hand-written GAN loop on devices of unequal speed, driven by a cadence.
 
     python examples/04_gan.py [--short] [--steps 4000] [--every-device] [--save out/gan.png]
 
-No training step fits two networks that play against each other, so this example writes the
-loop itself. `elche.DDP` maps its functions over the devices, times them and does the exchanges;
+No training step fits two networks that play against each other, so this example has a loop of
+its own. `elche.DDP` maps its functions over the devices, times them and does the exchanges;
 `elche.ElChe` decides how many microbatches each device computes. The GAN learns the 8 x 8 digits
-of scikit-learn, on four CPU devices of which the last one is emulated to have half the speed.
-With `--every-device` it is trained on all devices of the machine instead: its GPUs and its CPU.
+of scikit-learn, on four CPU devices, the last of which is emulated to have half the speed. With
+`--every-device` it trains on all devices of the machine instead: its GPUs and its CPU.
 """
 
 import sys
@@ -24,8 +24,8 @@ import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
 
 MS = (1.0, 1.0, 1.0, 2.0)  # milliseconds that a microbatch takes on each emulated device
-# The slowest device computes two microbatches in a step, and no more where the exchange is slow:
-# a GAN wants many small steps.
+# The slowest device computes two microbatches per step, and no more even if the exchange is slow:
+# a GAN needs many small steps.
 CADENCE = elche.ElChe(anchor=2, max_anchor=2)
 MICROBATCH = 8  # examples
 LATENT = 16  # random numbers from which a digit is generated
@@ -58,14 +58,14 @@ generate, discriminate = jax.jit(Generator().apply), Discriminator().apply
 
 
 def discriminator_loss(params: Any, generator: Any, batch: Any) -> jax.Array:
-    """Cross-entropy of classifying images as real or fake; the mean over a microbatch."""
+    """Return the mean cross-entropy over a microbatch of classifying images as real or fake."""
     real = discriminate(params, batch["image"])
     fake = discriminate(params, generate(generator, batch["latent"]))
     return (nn.softplus(-real) + nn.softplus(fake)).mean()
 
 
 def generator_loss(params: Any, discriminator: Any, batch: Any) -> jax.Array:
-    """Cross-entropy of being taken for real; the mean over a microbatch."""
+    """Return the mean cross-entropy over a microbatch of fakes being taken for real."""
     fake = generate(params, batch["latent"])
     return nn.softplus(-discriminate(discriminator, fake)).mean()
 
@@ -78,12 +78,12 @@ class Player(NamedTuple):
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam with low momentum, as the opponent changes too; the decay lets both settle."""
+    """Return Adam with low momentum, as the opponent changes too; the decay lets both settle."""
     return optax.adam(optax.cosine_decay_schedule(1e-3, steps), b1=0.5, b2=0.9)
 
 
 def new_player(ddp: elche.DDP, network: nn.Module, inputs: int, tx: Any, seed: int) -> Player:
-    """Creates a network on every device, each from its own key; all then copy the first one's."""
+    """Create a network on every device, each from its own key; all then copy the first one."""
     keys = jax.random.split(jax.random.key(seed), ddp.world_size)
     init = ddp.map(lambda key: network.init(key, jnp.zeros((1, inputs))))
     params = ddp.sync_params(init(keys))
@@ -91,7 +91,7 @@ def new_player(ddp: elche.DDP, network: nn.Module, inputs: int, tx: Any, seed: i
 
 
 def draw(digits: jax.Array, rng: jax.Array) -> dict[str, jax.Array]:
-    """Draws one microbatch, on the device."""
+    """Draw one microbatch, on the device."""
     rows, latent = jax.random.split(rng)
     return {
         "image": digits[jax.random.randint(rows, (MICROBATCH,), 0, len(digits))],
@@ -100,7 +100,7 @@ def draw(digits: jax.Array, rng: jax.Array) -> dict[str, jax.Array]:
 
 
 class Work(NamedTuple):
-    """What a device is to compute in a step; stacked, one entry for each."""
+    """The work of a device in a step; stacked, with one entry per device."""
 
     rank: Any
     count: Any
@@ -108,14 +108,14 @@ class Work(NamedTuple):
 
 
 def works(counts: tuple[int, ...], step: int) -> Work:
-    """The devices' work: the first `counts[d]` microbatches of device `d` in this step."""
+    """Return the work of a step: the first `counts[d]` microbatches of each device `d`."""
     return Work(np.arange(len(counts)), np.array(counts), np.full(len(counts), step))
 
 
 def make_gradient(
     loss_fn: Callable[..., jax.Array], emulate: EmulatedSpeeds | None, seed: int
 ) -> Callable[..., Any]:
-    """Returns a function of one device: the mean loss and gradient over its microbatches.
+    """Return a function for one device: the mean loss and gradient over its microbatches.
 
     The count is a value, not a shape: one program serves all counts, and the device with
     fewer microbatches really computes less.
@@ -131,7 +131,7 @@ def make_gradient(
 
         zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
         begun = 0.0 if emulate is None else emulate.begin(work.rank, work.step, True)
-        first = jnp.asarray(begun, jnp.int32)  # 0, but not before the emulated device begins
+        first = jnp.asarray(begun, jnp.int32)  # 0, but only known once the emulated device begins
         total = jax.lax.fori_loop(first, work.count, add, zeros)
         waited = 0.0 if emulate is None else emulate.end(work.rank, work.count, total)
         return jax.tree.map(lambda leaf: leaf / work.count + waited, total)
@@ -146,7 +146,7 @@ def make_update(
     emulate: EmulatedSpeeds | None,
     seed: int,
 ) -> Callable[..., Any]:
-    """One player's half of a step: gradients on every device, one exchange, one update."""
+    """Return one player's half of a step: gradients on all devices, one exchange, one update."""
     gradient = ddp.map(make_gradient(loss_fn, emulate, seed))
 
     def descend(grads: Any, player: Player) -> Player:
@@ -168,20 +168,20 @@ def make_update(
 
 
 def emulated() -> tuple[list[jax.Device], EmulatedSpeeds]:
-    """Returns CPU devices, and what slows them down."""
+    """Return CPU devices, and the emulation that slows them down."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", len(MS))
     return jax.devices(), EmulatedSpeeds(MS)
 
 
 def every() -> list[jax.Device]:
-    """Returns the devices of the default platform, such as GPUs, and the CPU."""
+    """Return the devices of the default platform, such as GPUs, and the CPU."""
     devices = jax.devices()
     return devices if devices[0].platform == "cpu" else [*devices, *jax.devices("cpu")]
 
 
 def main() -> int:
-    """Trains, prints the quality, saves the picture; returns 1 if it is too low."""
+    """Train, print the quality, save the picture; return 1 if the quality is too low."""
     command = parser(__doc__.splitlines()[0], STEPS, SHORT_STEPS)
     text = "train on every device of the machine, of whatever kind"
     command.add_argument("--every-device", action="store_true", help=text)
@@ -212,7 +212,7 @@ def main() -> int:
             generator, discriminator, resident, g_plan, step
         )
         if step % max(1, steps // 10) == 0 or step == steps:
-            # Devices of several kinds round differently; those of one kind are alike anyway.
+            # Devices of different kinds round differently; with one kind this changes nothing.
             generator, discriminator = ddp.sync_params((generator, discriminator))
             samples = np.asarray(generate(elche.unreplicate(generator.params), latent))
             losses = f"discriminator {d_loss[0]:.3f}, generator {g_loss[0]:.3f}"

@@ -2,8 +2,8 @@
 
     python examples/05_gan_critic_steps.py [--short] [--critic-steps 3] [--save out/gan.png]
 
-A whole round, several steps of one network and one step of the other, is one function here,
-mapped over four CPU devices; in it, `elche.weighted_mean` exchanges the gradients. The GAN
+Here a whole round, several steps of one network and one step of the other, is one function
+mapped over four CPU devices, in which `elche.weighted_mean` exchanges the gradients. The GAN
 learns the 8 x 8 digits of scikit-learn, which stay on the devices.
 """
 
@@ -48,17 +48,17 @@ GENERATOR, CRITIC = MLP(PIXELS), MLP(1)
 
 @jax.jit
 def generate(params: Any, latent: Any) -> jax.Array:
-    """Generates digits from random numbers."""
+    """Generate digits from random numbers."""
     return jnp.tanh(GENERATOR.apply(params, latent))
 
 
 def score(params: Any, images: Any) -> jax.Array:
-    """Returns how real each image looks to the critic."""
+    """Return how real each image looks to the critic."""
     return CRITIC.apply(params, images)[:, 0]
 
 
 def draw(digits: jax.Array, rng: jax.Array) -> dict[str, jax.Array]:
-    """Draws one microbatch, on the device."""
+    """Draw one microbatch, on the device."""
     rows, latent, mix = jax.random.split(rng, 3)
     return {
         "image": digits[jax.random.randint(rows, (MICROBATCH,), 0, len(digits))],
@@ -68,7 +68,7 @@ def draw(digits: jax.Array, rng: jax.Array) -> dict[str, jax.Array]:
 
 
 def critic_loss(params: Any, generator: Any, batch: Any) -> jax.Array:
-    """Wasserstein loss with gradient penalty (arXiv:1704.00028); the mean over a microbatch.
+    """Return the mean Wasserstein loss of a microbatch, with gradient penalty (arXiv:1704.00028).
 
     Real images should score higher than fake ones; between them the slope should be 1.
     """
@@ -80,7 +80,7 @@ def critic_loss(params: Any, generator: Any, batch: Any) -> jax.Array:
 
 
 def generator_loss(params: Any, critic: Any, batch: Any) -> jax.Array:
-    """Low if fake images score high; the mean over a microbatch."""
+    """Return the mean loss of a microbatch, low if fake images score high."""
     return -score(critic, generate(params, batch["latent"])).mean()
 
 
@@ -93,12 +93,12 @@ class Player(NamedTuple):
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam with low momentum, as the opponent changes too; the decay lets both settle."""
+    """Return Adam with low momentum, as the opponent changes too; the decay lets both settle."""
     return optax.adam(optax.cosine_decay_schedule(1e-3, steps), b1=0.5, b2=0.9)
 
 
 def new_player(network: nn.Module, inputs: int, tx: Any, seed: int) -> Player:
-    """Creates a network, stacked: one copy on each device."""
+    """Create a network, stacked: one copy on each device."""
     params = network.init(jax.random.key(seed), np.zeros((1, inputs), "float32"))
     return elche.replicate(Player(params, tx.init(params), np.int32(0)), jax.devices())
 
@@ -112,7 +112,7 @@ def update(
     count: jax.Array,
     rng: jax.Array,
 ) -> tuple[Player, jax.Array]:
-    """One step of one player, equal on all devices; this one contributes `count` microbatches."""
+    """Take a step of one player, equal on all devices; this one adds `count` microbatches."""
 
     def add(i: Any, total: Any) -> Any:
         batch = draw(digits, jax.random.fold_in(rng, i))
@@ -129,7 +129,7 @@ def update(
 
 
 def make_round(tx: Any, critic_tx: Any, critic_steps: int, seed: int) -> Callable[..., Any]:
-    """Returns the mapped function: several steps of the critic, one of the generator."""
+    """Return the mapped function: several steps of the critic, one of the generator."""
 
     def play(generator: Player, critic: Player, digits: Any, count: Any, number: Any) -> Any:
         rng = jax.random.fold_in(jax.random.key(seed), number)
@@ -148,7 +148,7 @@ def make_round(tx: Any, critic_tx: Any, critic_steps: int, seed: int) -> Callabl
 
 
 def main() -> int:
-    """Trains, prints the quality, saves the picture; returns 1 if it is too low."""
+    """Train, print the quality, save the picture; return 1 if the quality is too low."""
     command = parser(__doc__.splitlines()[0], STEPS, SHORT_STEPS)
     text = "critic steps per generator step (%(default)s)"
     command.add_argument("--critic-steps", type=integer(1, 100), default=3, metavar="N", help=text)

@@ -2,9 +2,10 @@
 
     python examples/06_mixed_kinds.py [--short]
 
-On a machine with an NVIDIA GPU these are its GPUs and its CPU. On any other machine, a second
-client stands in for the GPU: the CPU plugin `xla_cpu_pjrt`, whose devices JAX takes for those of
-another backend (`pip install xla_cpu_pjrt`, Linux x86-64). Nothing is emulated: both compute.
+On a machine with NVIDIA GPUs these are one or two of them and the CPU. On any other machine, a
+second client stands in for the GPU: the CPU plugin `xla_cpu_pjrt`, whose devices JAX treats as
+those of a different backend (`pip install xla_cpu_pjrt`, Linux x86-64). Nothing is emulated: both
+kinds really compute.
 """
 
 import argparse
@@ -38,14 +39,14 @@ class MLP(nn.Module):
 
 
 def two_kinds() -> list[jax.Device]:
-    """Returns the devices to train on; must be called before anything else uses JAX."""
+    """Return the devices to train on; must be called before anything else uses JAX."""
     plugin = importlib.util.find_spec("xla_plugins")
     for folder in plugin.submodule_search_locations if plugin else ():
         for library in Path(folder).glob("xla_cpu_pjrt/*.so"):
             os.environ.setdefault("PJRT_NAMES_AND_LIBRARY_PATHS", f"twin:{library}")
     others = []
     for backend in ("cuda", "twin"):
-        with contextlib.suppress(RuntimeError):  # there is none
+        with contextlib.suppress(RuntimeError):  # no such backend
             others = others or jax.devices(backend)
     if not others:
         sys.exit("needs a GPU, or a second CPU client: pip install xla_cpu_pjrt")
@@ -53,7 +54,7 @@ def two_kinds() -> list[jax.Device]:
 
 
 def main() -> int:
-    """Trains and evaluates; returns 1 if the model is not good enough."""
+    """Train and evaluate; return 1 if the model is not good enough."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text = f"only {SHORT} epochs, and no required accuracy"
     parser.add_argument("--short", action="store_true", help=text)
@@ -78,7 +79,7 @@ def main() -> int:
     for window in train.windows(data, BATCH, epochs=SHORT if options.short else EPOCHS):
         state, metrics = train(state, window)
     accuracy = evaluate(state, test, batch_size=64)["accuracy"]
-    elche.check_replicas(state)  # bitwise alike, although the kinds round differently
+    elche.check_replicas(state)  # bitwise equal, although the kinds round differently
     print(train.report())
     print(f"loss {metrics['loss']:.4f}, test accuracy {accuracy:.1%}, counts {train.counts}")
     if not options.short and accuracy < WANTED:

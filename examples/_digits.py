@@ -17,7 +17,7 @@ LEAST_SHARE = 0.05  # of the samples, for a class to count as found; an equal sh
 
 
 def parser(description: str, steps: int, short: int) -> argparse.ArgumentParser:
-    """Returns the parser of an example with `steps` generator steps, `short` with `--short`."""
+    """Return the parser of an example with `steps` generator steps, `short` with `--short`."""
     command = argparse.ArgumentParser(description=description)
     length = command.add_mutually_exclusive_group()
     text = "generator steps (%(default)s)"
@@ -32,7 +32,7 @@ def parser(description: str, steps: int, short: int) -> argparse.ArgumentParser:
 
 
 def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
-    """Returns the type of an argument that is an integer from `low` to `high`."""
+    """Return the type of an argument that is an integer from `low` to `high`."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
@@ -61,9 +61,9 @@ class Quality(NamedTuple):
     """How similar samples are to the digits; 1, 10 and 1 would be perfect."""
 
     covariance: float
-    """Correlation between the entries of their pixel covariance and of that of the real digits."""
+    """Correlation between the entries of the samples' and the real digits' pixel covariances."""
     classes: int
-    """How many of the ten classes the classifier finds among them."""
+    """Number of the ten classes that the classifier finds among the samples."""
     confidence: float
     """Mean probability of the class that the classifier chooses."""
 
@@ -72,7 +72,7 @@ class Quality(NamedTuple):
         return f"covariance {covariance:.3f}, classes {classes}/10, confidence {confidence:.3f}"
 
     def reaches(self, wanted: "Quality") -> bool:
-        """Returns whether none of the three is below its required value."""
+        """Return whether all three reach their required values."""
         return all(got >= least for got, least in zip(self, wanted, strict=True))
 
 
@@ -89,7 +89,7 @@ class Judge:
         self._classifier = LogisticRegression(max_iter=2000).fit(images, labels)
 
     def __call__(self, samples: np.ndarray) -> Quality:
-        """Returns the quality of samples `(n, PIXELS)`."""
+        """Return the quality of samples `(n, PIXELS)`."""
         if not np.isfinite(samples).all():
             return Quality(np.nan, 0, np.nan)
         covariance = np.corrcoef(self._covariance, np.cov(samples.T).ravel())[0, 1]
@@ -99,7 +99,7 @@ class Judge:
 
 
 def labelled() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns 1,504 labelled digits for training, and the other 293 for testing.
+    """Return 1,504 labelled digits for training, and the other 293 for testing.
 
     Returns:
         Two dicts of `image`, `(n, 8, 8, 1)` from 0 to 1, and `label`, `(n,)`.
@@ -112,7 +112,7 @@ def labelled() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def load() -> tuple[np.ndarray, Judge]:
-    """Returns 1,197 digits for training, and a judge based on the other 600.
+    """Return 1,197 digits for training, and a judge based on the other 600.
 
     Returns:
         Images `(n, PIXELS)`, float32, from -1 (paper) to 1 (ink), and the judge.
@@ -126,7 +126,7 @@ def load() -> tuple[np.ndarray, Judge]:
 
 
 def compare(judge: Judge, real: np.ndarray, samples: np.ndarray, wanted: Quality | None) -> int:
-    """Prints the quality of the samples, beside that of real digits and of fitted noise.
+    """Print the quality of the samples, beside that of real digits and of fitted noise.
 
     Returns:
         The exit code: 1 if the samples do not reach the required quality, else 0.
@@ -142,7 +142,7 @@ def compare(judge: Judge, real: np.ndarray, samples: np.ndarray, wanted: Quality
 
 
 def save_grid(samples: np.ndarray, path: Path) -> None:
-    """Draws the first 200 of the samples `(n, PIXELS)`, 20 per row."""
+    """Draw the first 200 of the samples `(n, PIXELS)`, 20 per row."""
     from matplotlib.image import imsave
 
     cells = samples[:200].reshape(10, 20, 8, 8)

@@ -19,7 +19,7 @@ SWITCHES = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments that switch a module to training, with the value that does; its negation evaluates."""
+"""Arguments that select training, with the value that does; its negation selects evaluation."""
 
 
 class Call:
@@ -28,13 +28,13 @@ class Call:
     Args:
         where: The function that the user called, for error messages.
         module: The module.
-        inputs: Key of the inputs, or a function of the batch; None: the first of `KEYS` found.
-        train_kwargs: Keyword arguments in training; None: the switch in the signature.
-        eval_kwargs: Keyword arguments in evaluation; None: the switch, negated.
+        inputs: Key of the inputs, or a function of the batch; None to infer it, see `from_linen`.
+        train_kwargs: Keyword arguments in training; None for the switch in the signature.
+        eval_kwargs: Keyword arguments in evaluation; None for the negated switch.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The signature has several switches.
+        ValueError: The signature has several training switches.
     """
 
     def __init__(self, where: str, module: Any, inputs: Any, train_kwargs: Any, eval_kwargs: Any):
@@ -81,7 +81,7 @@ class Call:
 
 
 def _switch(where: str, kind: Any) -> dict[str, bool]:
-    """Return the switch in the signature of a module class; empty if it has none."""
+    """Return the training switch in the signature of a module class; empty if it has none."""
     names = inspect.signature(kind.__call__).parameters
     found = {name: value for name, value in SWITCHES.items() if name in names}
     if len(found) > 1:

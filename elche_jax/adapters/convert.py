@@ -34,24 +34,24 @@ def to_flax(
 ) -> "train_state.TrainState":
     """Convert one device's copy of a state to Flax's train state.
 
-    Its `step` is the number of windows. The key and the numbers of microbatches and examples are
-    not converted.
+    Flax's `step` is the number of windows. The random key and the numbers of microbatches and
+    examples are not converted.
 
     Args:
         state: The state, or one copy of it (`unreplicate`) on a device or on the host.
         apply_fn: Value of `apply_fn`.
         tx: Value of `tx`: the optimizer of the training step.
         kind: The class to create; None for `flax.training.train_state.TrainState`. It must have
-            a field for each collection of the model state, conventionally `batch_stats`.
-        fields: Values of further fields.
+            a field for each collection of the model state, such as `batch_stats`.
+        fields: Values of additional fields.
 
     Returns:
-        The train state; its leaves have one device's shapes.
+        The train state, whose leaves have the shapes of one device's copy.
 
     Raises:
         TypeError: `state` is not a `TrainState`, or `kind` is not a train state class.
         ValueError: `tx` is not the state's optimizer; the state was made with `trainable`, so
-            it has no optimizer state for all parameters; or `kind` lacks a field for the model
+            some parameters have no optimizer state; or `kind` lacks a field for the model
             state.
 
     Examples:
@@ -77,10 +77,10 @@ def to_flax(
     if not isinstance(kind, type) or not issubclass(kind, train_state.TrainState):
         rule = "be a subclass of flax.training.train_state.TrainState"
         raise TypeError(check.message("to_flax", "kind", rule, check.describe(kind)))
-    # these two are not converted, and not stacked like the rest
+    # these two are not converted, nor stacked over devices like the rest
     one = state.replace(averaging=None, loss_scale=None)
     one = unreplicate(one) if jnp.ndim(state.step) else one
-    # by shapes: no second optimizer state is computed to compare with
+    # compares shapes only, which avoids computing a second optimizer state
     differs = difference(jax.eval_shape(tx.init, one.params), one.opt_state)
     if differs:
         rule = "be the optimizer that the state was made with"
@@ -107,12 +107,12 @@ def from_flax(
     """Convert Flax's train state to a state for a training step.
 
     Like `train.init`, this starts a new run. Each Flax step counts as one window and one
-    microbatch, so that no random key is used twice; the keys differ from those of the Flax loop.
+    microbatch, so no random key is used twice; the keys differ from those of the Flax loop.
 
     Args:
-        train: The training step. Its optimizer must be that of `flax_state`.
-        flax_state: One copy of a `flax.training.train_state.TrainState` or a subclass. A field
-            `batch_stats` becomes `model_state={"batch_stats": ...}`.
+        train: The training step. It must have the optimizer of `flax_state`.
+        flax_state: One copy of a `flax.training.train_state.TrainState` or of a subclass. The
+            field `batch_stats`, if any, becomes `model_state={"batch_stats": ...}`.
         model_state: The model state, if any; overrides `batch_stats`.
         rng: A key or an integer seed, as for `train.init`.
 
@@ -123,8 +123,8 @@ def from_flax(
     Raises:
         TypeError: `train` is not a `TrainStep`, or `flax_state` is not a train state of Flax; or
             as raised by `TrainStep.init`.
-        ValueError: The optimizer state belongs to another optimizer or model, or is replicated;
-            or as raised by `TrainStep.init`.
+        ValueError: The optimizer state belongs to a different optimizer or model, or
+            `flax_state` is replicated; or as raised by `TrainStep.init`.
     """
     from flax.training import train_state
 
@@ -151,7 +151,7 @@ def from_flax(
 
 
 def difference(got: PyTree, want: PyTree) -> str:
-    """Describe the first leaf in which two pytrees differ; empty if none does."""
+    """Describe the first difference between two pytrees; empty if there is none."""
     for name, wanted, found in differing(want, got):
         return f"{found or 'none'} for leaf {name} instead of {wanted or 'none'}"
     if jax.tree.structure(got) != jax.tree.structure(want):

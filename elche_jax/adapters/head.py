@@ -25,7 +25,7 @@ PyTree = Any
 class Head(Protocol):
     """Interface of a trainable object that holds no Flax module.
 
-    Both methods are traced and must not modify the object.
+    `apply` is traced. Neither method may modify the object.
 
     Examples:
         >>> import numpy as np
@@ -38,7 +38,7 @@ class Head(Protocol):
     """
 
     def variables(self) -> tuple[PyTree, PyTree]:
-        """Return the initial `(params, model_state)`; the model state is None if there is none."""
+        """Return the initial `(params, model_state)`; `model_state` is None if there is none."""
         ...
 
     def apply(
@@ -49,7 +49,7 @@ class Head(Protocol):
 
 
 class _Form:
-    """How variables are read from a head and written back to it; here by the methods of `Head`."""
+    """How to read a head's variables and write them back; here for an implementation of `Head`."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
         return _pair("variables", "(params, model_state)", head.variables())
@@ -131,16 +131,16 @@ class HeadModel(Model):
         Args:
             head: The head passed to `from_head`, or one like it.
             params: One copy of the parameters.
-            model_state: The model state, if any; None keeps the model state that the head of a
-                Linen module has.
+            model_state: The model state, if any; None keeps the model state of a head with a
+                Linen module.
 
         Returns:
-            The head with `.params` replaced, in its original form (a `FrozenDict` as a dict); also
-            `.model_state` unless `.params` holds it; with an NNX module also `.module`. No
-            `__init__` or `__post_init__` runs.
+            The head with new `.params` in their original form (but a dict for a `FrozenDict`), new
+            `.model_state` unless `.params` holds it, and, with an NNX module, a new `.module`.
+            Neither `__init__` nor `__post_init__` runs.
 
         Raises:
-            TypeError: The head lacks one of these attributes, or it cannot be set.
+            TypeError: The head lacks one of these attributes, or one of them cannot be set.
             ValueError: A leaf holds the copies of several devices.
         """
         check_one_copy("Model.write_back", params=params, model_state=model_state)
@@ -149,7 +149,7 @@ class HeadModel(Model):
             if not hasattr(head, name):
                 rule, got = f"have an attribute {name} to write to", type(head).__name__
                 raise TypeError(check.message("Model.write_back", "head", rule, got))
-        # a copy, as `dataclasses.replace` runs `__init__`, which may make parameters of its own
+        # not `dataclasses.replace`: it runs `__init__`, which may create new parameters
         new = copy.copy(head)
         # a dataclass may be frozen
         put = object.__setattr__ if dataclasses.is_dataclass(head) else setattr
@@ -178,10 +178,10 @@ def from_head(
 
     Args:
         obj: An object with `.module`, Linen or NNX, and `.params`: the parameters, or all
-            variables of a Linen module. Its `.model_state`, if it has one, is used too; no
-            collection may be in both. Or an object with the two methods of `Head`.
+            variables of a Linen module. Its `.model_state`, if any, is used too; no collection
+            may be in both. Or an object with the two methods of `Head`.
         loss: `loss(outputs, batch)`, as for `from_linen`; None for `obj.loss`.
-        inputs: As for `from_linen`; this and all that follow require a `.module`.
+        inputs: As for `from_linen`; this and all arguments below require a `.module`.
         rngs: As for `from_linen`; None for `"dropout"`.
         mutable: As for `from_linen`; None for all collections except "params".
         param_type: As for `from_nnx`.
@@ -245,7 +245,7 @@ def from_head(
         call = Call("from_head", module, inputs, train_kwargs, eval_kwargs)
         made = NnxModel(module, loss, call, param_type)
         return HeadModel(obj, _NnxForm(made), made.run, loss)
-    # asked first: a Linen module has both methods, too, and raises when `variables` is read
+    # checked first: a Linen module has both methods, too, but raises when `variables` is read
     is_module = isinstance(obj, nn.Module) or is_nnx(obj)
     if is_module or not all(callable(getattr(obj, n, None)) for n in ("variables", "apply")):
         rule = "have .module, a flax module, and .params, or the methods variables and apply"
@@ -261,7 +261,7 @@ def from_head(
 
 
 def _reject(options: Mapping[str, Any], what: str, *names: str) -> None:
-    """Raise an error if an option is given that has no effect."""
+    """Raise an error if an option that has no effect is given."""
     for name in names:
         if options[name] is not None:
             rule, got = f"be left out for a head without {what}", check.describe(options[name])
@@ -276,12 +276,12 @@ def _pair(method: str, what: str, got: Any) -> tuple[Any, Any]:
 
 
 def _has_collections(params: Any) -> bool:
-    """Return whether these are all variables of a Linen module, not only its parameters."""
+    """Return whether `params` holds all variables of a Linen module, not only its parameters."""
     return isinstance(params, Mapping) and "params" in params
 
 
 def _collections(whole: Any) -> dict[str, Any]:
-    """Return the collections that are model state."""
+    """Return the collections that make up the model state."""
     skipped = ("params", *TRANSIENT)
     return {name: part for name, part in unfreeze(whole).items() if name not in skipped}
 

@@ -38,7 +38,7 @@ _ASKED = {
         False: ("eval_kwargs", "let the module ask for no random keys in an evaluation"),
     },
 }
-"""What a module asks for that it does not get: the argument and the rule, by whether it trains."""
+"""The argument and the rule to report for each of these errors, by whether the module trains."""
 
 
 class LinenModel(Model):
@@ -67,11 +67,11 @@ class LinenModel(Model):
             batch: A microbatch; one example is enough.
 
         Returns:
-            `(params, model_state)`: the collection "params", and a dict of the others, None
-            if there are none. "intermediates" and "perturbations" are left out.
+            `(params, model_state)`: the collection "params", and a dict of the others except
+            "intermediates" and "perturbations", or None if there are none.
 
         Raises:
-            TypeError: `rng` is neither a key nor a seed, or `batch` lacks the inputs.
+            TypeError: `rng` is neither a key nor a seed, or `batch` has the wrong type.
             ValueError: `batch` is a dict that lacks the inputs.
         """
         args, kwargs = self._call.arguments(batch, train=False)
@@ -107,7 +107,7 @@ class LinenModel(Model):
         args, kwargs = self._call.arguments(batch, train)
         boxed = unfreeze(dict(model_state or {}))
         state = _unboxed(boxed)
-        # not what the module sows beside its state, which would change the state's structure
+        # excludes what the module sows beside its state, which would change the state's structure
         changing = [name for name in state if train and in_filter(self._mutable, name)]
         keys = self._keys(rng) if train else {}
         variables = {"params": _unboxed(params), **state}
@@ -125,7 +125,7 @@ class LinenModel(Model):
         return outputs, None if model_state is None else {**boxed, **_reboxed(boxed, unfreeze(new))}
 
     def _error(self, argument: str, rule: str, error: Exception, todo: str = "") -> ValueError:
-        # Flax ends its messages with a link to its page about the error
+        # Flax appends a link to its page about the error
         got = f"{type(error).__name__}: {str(error).split(' (https')[0].rstrip('.')}"
         return ValueError(check.message(self._where, argument, rule, got, todo))
 
@@ -149,8 +149,8 @@ def from_linen(
 
     Args:
         module: The module. If its `__call__` has an argument `train`, `training`,
-            `is_training`, `deterministic` or `use_running_average`, it is set as training and
-            evaluation require.
+            `is_training`, `deterministic` or `use_running_average`, that argument is set for
+            training or evaluation.
         loss: `loss(outputs, batch)`; returns a scalar, a vector of one loss per example,
             or `Weighted`; or one of these and a dict of metrics, with
             `build_train_step(..., has_aux=True)`.
@@ -161,8 +161,8 @@ def from_linen(
         rngs: Names of the random streams in training. A single stream gets the key of the
             microbatch, several get `jax.random.split(key, n)`, in this order.
         mutable: The collections updated by training, as a Flax filter of their names: True
-            for all except "params". The others are constant: a module that writes to one of
-            them in training, such as BatchNorm, is an error.
+            for all except "params". The others are constant: if the module writes to one of
+            them in training, as BatchNorm does, the step raises an error.
         train_kwargs: Keyword arguments in training, instead of the inferred ones.
         eval_kwargs: Keyword arguments in evaluation, instead of the inferred ones.
 
@@ -171,8 +171,8 @@ def from_linen(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `__call__` has several switches, and `train_kwargs` or `eval_kwargs` is
-            missing; or a name occurs twice in `rngs`.
+        ValueError: `__call__` has several training switches, and `train_kwargs` or
+            `eval_kwargs` is missing; or a name occurs twice in `rngs`.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -202,10 +202,10 @@ def from_linen(
 
 
 def _unboxed(tree: PyTree) -> PyTree:
-    """Take the values of `nn.with_partitioning` out of their boxes.
+    """Unbox the values that `nn.with_partitioning` has boxed.
 
-    Flax would constrain them to axes of the mesh of `nn.with_partitioning`, which the mesh of the
-    training lacks: here every device holds the whole arrays.
+    Flax would constrain them to the mesh axes that `nn.with_partitioning` names, which the mesh of
+    the training lacks: here every device holds the whole arrays.
     """
 
     def value(box: Any) -> Any:
@@ -215,7 +215,7 @@ def _unboxed(tree: PyTree) -> PyTree:
 
 
 def _reboxed(boxed: Any, tree: Any) -> Any:
-    """Put values that the module has changed back into the boxes that `_unboxed` opened."""
+    """Put the values that the module has changed back into the boxes that `_unboxed` removed."""
     if isinstance(boxed, meta.Partitioned):
         return boxed.replace_boxed(tree)
     if isinstance(boxed, Mapping) and isinstance(tree, Mapping):

@@ -18,9 +18,9 @@ Apply = Callable[[PyTree, PyTree, Any, Any, bool], tuple[Any, PyTree]]
 class Model:
     """A module and a loss; created by `from_linen`, `from_nnx` and `from_head`.
 
-    It is a loss function: `build_train_step(model, optimizer)`. It returns what `loss` returns,
-    so pass `has_aux=True` to `build_train_step` if `loss` also returns metrics. Pass the model
-    state of a module that has one to `train.init`.
+    A model is a loss function: `build_train_step(model, optimizer)`. It returns what `loss`
+    returns, so pass `has_aux=True` to `build_train_step` if `loss` also returns metrics. If the
+    module has model state, pass it to `train.init`.
     """
 
     def __init__(self, where: str, apply: Apply, loss: Callable[[Any, Any], Any]):
@@ -88,7 +88,7 @@ class Model:
         return metric_fn
 
     def _unpack(self, name: str, last: tuple[str, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with a model state, None if it was omitted."""
+        """Return the arguments with the model state, None if it was omitted."""
         if len(args) == 1 + len(last):
             return args[0], None, *args[1:]
         if len(args) == 2 + len(last):
@@ -115,7 +115,7 @@ def keep_structure(where: str, old: PyTree, new: PyTree) -> PyTree:
             got = f"none for leaf {name}"
         rule = "keep its leaves, shapes and dtypes in a step of the module"
         raise TypeError(check.message(where, "model_state", rule, got, todo))
-    # by name, as the module may return its state in another order or container
+    # by name, as the module may return its state in a different order or container
     after = leaves_by_name(new)
     return jax.tree.structure(old).unflatten([after[name] for name in leaves_by_name(old)])
 
@@ -127,12 +127,12 @@ def described(module: Any) -> str:
 
 def copied(tree: PyTree) -> PyTree:
     """Copy all arrays of a pytree."""
-    # `asarray` would share buffers, which a loop of one's own may donate
+    # `asarray` would share buffers, which the user's own loop may donate
     return jax.tree.map(jnp.array, tree)
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves of a pytree by their names, in order."""
+    """Return the leaves of a pytree by name, in order."""
     return dict(named(tree, "itself"))
 
 

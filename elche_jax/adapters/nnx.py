@@ -22,12 +22,12 @@ def from_nnx(
 ) -> "NnxModel":
     """Build a loss function from an NNX module and a loss of its outputs.
 
-    The parameters are the module's `nnx.Param` variables; the model state is all others (such as
-    BatchNorm statistics) except random streams and intermediates. For each microbatch every
-    random stream is reseeded: count 0, and a key derived from the microbatch's key and the
-    stream's path in the module. In evaluation the module's own streams are used. A value that a
-    call writes to a parameter, as `nnx.WeightNorm` does, lasts for that call only: the optimizer
-    owns the parameters.
+    The parameters are the module's `nnx.Param` variables; the model state consists of all others
+    (such as BatchNorm statistics) except random streams and intermediates. For each microbatch,
+    every random stream is reseeded with count 0 and a key derived from the microbatch's key and
+    the stream's path in the module. Evaluation uses the module's own streams. A value that a call
+    writes to a parameter, as `nnx.WeightNorm` does, lasts for that call only: the optimizer owns
+    the parameters.
 
     Args:
         model: The module. It is not modified, except by `update`.
@@ -40,19 +40,19 @@ def from_nnx(
             itself.
         param_type: An NNX filter that selects the parameters; None for `nnx.Param`. All other
             variables are model state. To freeze some parameters, use `trainable` instead, which
-            also saves their exchange.
+            also skips their exchange.
         train_kwargs: Keyword arguments in training. None: an argument `train`, `training`,
-            `is_training`, `deterministic` or `use_running_average` of `__call__` is set as
-            required. The module is in `train()` mode in any case; `__call__` gets `rngs` if it
+            `is_training`, `deterministic` or `use_running_average` of `__call__` is set for
+            training. The module is always in `train()` mode; `__call__` gets `rngs` if it
             accepts them.
-        eval_kwargs: Keyword arguments in evaluation, in `eval()` mode.
+        eval_kwargs: Keyword arguments in evaluation, where the module is in `eval()` mode.
 
     Returns:
         The model, with initial `params` and `model_state`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `param_type` selects nothing, or `__call__` has several switches.
+        ValueError: `param_type` selects nothing, or `__call__` has several training switches.
 
     Examples:
         >>> import jax, numpy as np, optax

@@ -1,8 +1,8 @@
 """`NnxModel`: the model of a Flax NNX module. Imported on first use, as it imports `flax.nnx`.
 
-The module is split once into its graphs, in training and evaluation mode, and its variables,
-sorted by role. A call merges them into a new module, runs it, and reads the model state back;
-the user's module is not involved.
+The module is split once into its graphs, one for training and one for evaluation, and its
+variables, sorted by role. A call merges them into a new module, runs it, and reads the model
+state back; it does not touch the user's module.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from elche_jax.train.initial import check_one_copy
 PyTree = Any
 Kind = Literal["params", "model_state", "random", "fixed"]
 KINDS: tuple[Kind, ...] = ("random", "fixed", "params", "model_state")
-"""In the order of the filters that choose them: a variable is of the first kind that fits."""
+"""In the order of the filters that select them: a variable has the first kind that matches."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class NnxModel(Model):
         super().__init__(where, self.run, loss)
         param_type = nnx.Param if param_type is None else param_type
         self._module, self._call = module, call
-        _predicate(where, "param_type", param_type)  # refuses what is no filter
+        _predicate(where, "param_type", param_type)  # raises if it is not a filter
         self._filters: tuple[Any, ...] = (nnx.RngState, nnx.Intermediate, param_type, ...)
         # the mode is part of a module's graph, and `train` and `eval` write it into the module
         training, evaluating = nnx.clone(module), nnx.clone(module)
@@ -66,12 +66,12 @@ class NnxModel(Model):
         self._rngs = inspect.signature(type(module).__call__).parameters.get("rngs")
         shapes = jax.eval_shape(lambda: nnx.state(module, *self._filters))
         random, fixed, *_ = nnx.state(module, *self._filters)
-        # copies, as the module's own arrays are the user's, who may donate them
+        # copies, as the user may donate the module's own arrays
         own = {
             path: jax.tree.map(jnp.copy, _value(variable))
             for path, variable in (*nnx.to_flat_state(random), *nnx.to_flat_state(fixed))
         }
-        # strings, as JAX cannot sort the keys of a dict in which a list's numbers are beside names
+        # strings, as JAX cannot sort dict keys that mix the indices of a list with names
         self._slots = [
             Slot(path, tuple(map(str, path)), kind, variable, own.get(path))
             for kind, state in zip(KINDS, shapes, strict=True)
@@ -93,7 +93,7 @@ class NnxModel(Model):
         return copied(self._read("model_state", self._module))
 
     def merge(self, params: PyTree, model_state: PyTree = None) -> Any:
-        """Return a new module with these values, in the mode of the one passed to `from_nnx`.
+        """Return a new module with these values, in the mode of the module passed to `from_nnx`.
 
         Args:
             params: One copy of the parameters.
@@ -103,7 +103,7 @@ class NnxModel(Model):
             The module. Its random streams start like those of the original.
 
         Raises:
-            ValueError: A leaf is missing, unknown, of another shape, or holds the copies
+            ValueError: A leaf is missing or unknown, has the wrong shape, or holds the copies
                 of several devices.
         """
         values = self._given("Model.merge", params, model_state)
@@ -125,13 +125,13 @@ class NnxModel(Model):
     def trainable(self, chosen: Any) -> dict[str, Any]:
         """Return the `trainable` argument of `build_train_step` for an NNX filter.
 
-        Parameters not selected are frozen: no gradient, no optimizer state, no exchange.
+        Parameters that are not selected are frozen: no gradient, no optimizer state, no exchange.
 
         Args:
             chosen: An NNX filter such as `nnx.LoRAParam` or `nnx.PathContains("head")`.
 
         Returns:
-            Bools in the structure of the parameters.
+            A pytree of bools with the structure of the parameters.
 
         Raises:
             TypeError: `chosen` is not a filter.
@@ -167,7 +167,7 @@ class NnxModel(Model):
         if self._rngs is not None and train:
             kwargs.setdefault("rngs", nnx.Rngs(rng))
         elif self._rngs is not None and self._rngs.default is inspect.Parameter.empty:
-            # evaluation has no key, and the call cannot do without the argument
+            # evaluation has no key, but the call requires the argument
             kwargs.setdefault("rngs", None)
         values = self._found("params", params, "Start with model.params.")
         todo = "Start with train.init(model.params, model_state=model.model_state)."
@@ -176,7 +176,7 @@ class NnxModel(Model):
             values |= {slot.names: _reseeded(slot, rng) for slot in self._of_kind("random")}
         module = nnx.merge(self._graphs[train], self._state(values))
         outputs = module(*args, **kwargs)
-        # with variables that the call has added, so that `keep_structure` can name them
+        # includes variables that the call has added, so that `keep_structure` can name them
         return outputs, self._read("model_state", module) if train else None
 
     def _given(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
@@ -234,7 +234,7 @@ def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], b
 
 
 def _value(leaf: Any) -> Any:
-    # not `get_value`, which a kind of variable may overload: the module itself calls it
+    # not `get_value`, which a variable type may override: the module itself calls it
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -242,10 +242,10 @@ def _reseeded(slot: Slot, rng: Any) -> Any:
     """Return the initial value of a random stream for a microbatch."""
     if not isinstance(slot.variable, nnx.RngKey):
         return jnp.zeros_like(slot.value)
-    # derived from the path, not an index, so that other layers do not change it; crc32, as
+    # derived from the path, not an index, so that it does not depend on other layers; crc32, as
     # Python's hash differs between processes
     key = jax.random.fold_in(rng, zlib.crc32("/".join(slot.names).encode()))
-    # a stream of layers made by `nnx.vmap` holds a key for each of them
+    # a stream of layers made by `nnx.vmap` holds one key per layer
     return jax.random.split(key, slot.value.shape) if slot.value.shape else key
 
 

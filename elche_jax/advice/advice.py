@@ -9,7 +9,7 @@ from elche_jax.cadence import ElChe, EveryBatch, FixedTotal
 from elche_jax.observe.report import counted
 
 ADDITIVE = 0.95
-"""Share of the sum of their solo speeds below which devices compete for some resource."""
+"""Share of the sum of the solo speeds below which devices compete for some resource."""
 
 OUTER: dict[str, Any] = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 """The outer optimizer of `DiLoCo`, as in the paper."""
@@ -26,10 +26,10 @@ class DeviceAdvice:
         step_ms: Milliseconds per optimizer step on this device alone, including the host's
             work for a window.
         together_ms: Milliseconds per microbatch while all devices work.
-        examples_per_s: Examples per second of this device alone, with optimizer steps as rare
-            as under `ElChe`.
-        gain: Throughput of all devices divided by that of the others, minus 1: 0.04 for 4 %,
-            negative if the device costs more than it adds. None for the only device.
+        examples_per_s: Examples per second of this device alone, with optimizer steps as
+            infrequent as under `ElChe`.
+        gain: Throughput of all devices divided by that of the other devices, minus 1: 0.04 for
+            4 %, negative if the device costs more than it adds. None for a single device.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Advice:
         limit_examples_per_s: The sum of the devices' speeds while all work.
         additive: The ratio of that sum to the sum of the solo speeds; below 1 if devices
             compete for some resource.
-        epoch: Microbatches of an epoch, which no window exceeds; None if unknown.
-        local_steps: All devices of a job with a slow link under `ElChe` and `DiLoCo` with int8;
+        epoch: Microbatches per epoch, which no window exceeds; None if unknown.
+        local_steps: All devices under `ElChe` and `DiLoCo` with int8, for a job with a slow link;
             None if the link is not slow, or there is none.
     """
 
@@ -84,7 +84,7 @@ class Advice:
 
     @property
     def sync_share(self) -> float:
-        """Share of the windows of `ElChe` that the synchronisation takes."""
+        """Share of a window of `ElChe` that the synchronisation takes."""
         return self.sync_ms / self.elche.window_ms
 
     @property
@@ -99,11 +99,11 @@ class Advice:
     def cadence(self) -> str:
         """Source code of the cadence for the recommended plan, to paste into a script.
 
-        It starts with the counts of the plan. A single device gets `EveryBatch` or, if
+        The cadence starts with the plan's counts. A single device gets `EveryBatch` or, if
         optimizer steps cost more than 2 % of the throughput, `FixedTotal` with as many
         microbatches per step as `ElChe` would choose.
         """
-        # not a tuple: of two ints it would be (slow_rank, ratio)
+        # not a tuple: two ints would mean (slow_rank, ratio)
         counts = list(self.recommended.counts)
         if counts == [1]:
             return "elche.EveryBatch()"
@@ -133,7 +133,7 @@ class Advice:
     def _plan_rows(self) -> list[str]:
         plans = [self.plain]
         for more in (self.fixed_total, self.elche):
-            # on one device the cadences may come to the same plan, which is shown once
+            # on one device, cadences may lead to the same plan, which is shown once
             if len(self.devices) > 1 or more.counts not in [other.counts for other in plans]:
                 plans.append(more)
         if self.best.ranks != self.elche.ranks:
@@ -214,7 +214,7 @@ def make_advice(
 
     Args:
         names: Names of the devices.
-        forecast: The measured speeds, and how the data are read.
+        forecast: The measured speeds, the batch size and the length of an epoch.
         cadence: The `ElChe` to compute with.
         total: Microbatches per window of the `FixedTotal` to compute with; None for as many
             as a window of `ElChe` has.
@@ -237,7 +237,7 @@ def make_advice(
     elche = planned("ElChe", cadence)
     total = sum(elche.counts) if total is None else total
     fixed_total = planned(f"FixedTotal({total})", FixedTotal(total))
-    if len(names) == 1:  # `plan` has replaced `ElChe` as in `one_device`
+    if len(names) == 1:  # `plan` has replaced `ElChe`, see `one_device`
         elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
     best = forecast.best_plan("the best devices", cadence, elche)
     # a gain within the noise is no reason to leave a device out

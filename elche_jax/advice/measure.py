@@ -1,4 +1,4 @@
-"""`advise`: measures each device alone and all together, with the user's own training step."""
+"""`advise`: measure each device alone and all together, with the user's own training step."""
 
 import math
 import time
@@ -37,7 +37,7 @@ WINDOWS = 20
 """Approximate number of windows per measurement."""
 
 WARM = 3
-"""Number of first steady windows that are ignored, while threads and caches warm up."""
+"""Number of initial steady windows to ignore, while threads and caches warm up."""
 
 GROWTH = 8
 """Factor by which windows that were too short grow."""
@@ -68,17 +68,17 @@ def advise(
 
     The step really trains, on copies: first on all devices together, in windows of about a
     twentieth of `seconds`, then on each device alone, half of the time in windows of one
-    microbatch and half in windows as long as those of all devices (repeated with longer ones
-    if the optimizer takes nearly all of that time). Windows that waited for a compile are
-    ignored. The medians of the others give `together_ms[d]`, milliseconds per microbatch of
-    device `d` while all work, and `sync_ms`, the cost of a synchronisation; and for device `d`
-    alone, with `w[n]` milliseconds for a window of `n` microbatches,
+    microbatch and half in windows as long as those of all devices. The latter are repeated with
+    longer windows if the optimizer takes nearly all of that time. Windows that waited for a
+    compilation are ignored. The medians of the others give `together_ms[d]`, milliseconds per
+    microbatch of device `d` while all work, and `sync_ms`, the cost of a synchronisation. For
+    device `d` alone, with `w[n]` milliseconds for a window of `n` microbatches,
 
         solo_ms[d] = (w[n] - w[1]) / (n - 1)
         step_ms[d] = w[1] - solo_ms[d]
 
-    The smaller windows at the end of an epoch are ignored, too. The cadence objects are then
-    updated with windows of these speeds until their counts settle:
+    Smaller windows at the end of an epoch are ignored, too. The cadences are then updated with
+    simulated windows at these speeds until their counts settle:
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
         examples_per_s = 1000 * batch_size * sum(counts) / window_ms
@@ -90,44 +90,44 @@ def advise(
         ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (k - 1) / (n - 1)
 
     If the number of microbatches in an epoch is known, the rates are those of an epoch: no
-    window exceeds it, and its last window is smaller.
+    window exceeds it, and its last window may be smaller.
 
     Virtual CPU devices, which share the host's cores, are slower together than alone: the
     sum of the solo speeds is then out of reach, and the advice says so. Two things are
     assumed, not measured: this linear interpolation, and that synchronising fewer devices
-    costs as much as synchronising all. A single device has its `step_ms` instead, and is
-    assumed to step as rarely as under `ElChe`. The advice considers all devices, all but one,
-    and the `k` fastest, but not every set.
+    costs as much as synchronising all. For a single device `step_ms` replaces `sync_ms`, and the
+    device is assumed to step as infrequently as under `ElChe`. The advice considers all devices,
+    all but one, and the `k` fastest, but not every subset.
 
     Args:
         loss_fn: As in `build_train_step`.
         optimizer: As in `build_train_step`.
         params: As in `TrainStep.init`.
-        data: As in `TrainStep.windows`, except for iterators, as it is read several times. At
+        data: As in `TrainStep.windows`, but not an iterator, as it is read several times. At
             least one microbatch per device, preferably hundreds.
         batch_size: Examples per microbatch; None for an iterable of microbatches.
         devices: The devices; None for all devices of all processes.
         model_state: As in `TrainStep.init`.
         rng: As in `TrainStep.init`.
         has_aux: As in `build_train_step`.
-        seconds: Length of each measurement, above 0, without compilation; there is one per
-            device and one of all devices together.
+        seconds: Length of each measurement in seconds, above 0, excluding compilation. There is
+            one measurement per device and one of all devices together.
         anchor: Anchor of the `ElChe` to compute with, at least 1.
         overhead_target: Overhead target of the `ElChe` to compute with, 0.01 to 0.5.
         total: Microbatches per window of the `FixedTotal` to compute with, at least 1; None
             for as many as a window of `ElChe` has.
-        emulate: Slows devices down on purpose, see `elche_jax.lab`.
+        emulate: A hook that slows devices down on purpose, see `elche_jax.lab`.
         **options: Further arguments of `build_train_step`, such as `trainable` or `config`,
-            but no `cadence`, `averaging`, `guard`, `exchange` or `timeline`, as the advice is
+            except `cadence`, `averaging`, `guard`, `exchange` and `timeline`, as the advice is
             about exchanges of gradients on the devices. The cadence and the timeline of a `config`
-            are ignored: the cadence is the question, and nothing is recorded.
+            are ignored: the advice is about which cadence to use, and nothing is recorded.
 
     Returns:
         The advice; `print` shows it as a table.
 
     Raises:
         TypeError: If `data` is an iterator, or an argument is of the wrong type.
-        ValueError: If there is too little data for every device to get some, an argument is out
+        ValueError: If there is too little data to give every device some, an argument is out
             of range, or `cadence`, `averaging`, `guard`, `exchange`, `timeline` or a `config` with
             `policy="async"` or `exchange="host"` is given.
         NonFiniteError: If the loss is not finite.
@@ -158,7 +158,7 @@ def advise(
     chosen = select_job(devices, "advise")
     options = _measurable(options)
 
-    # least=1: by default a device of 200 ms would make windows of 800 ms, of which 2 s hold two
+    # least=1: by default a device of 200 ms would make windows of 800 ms, only two of them in 2 s
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
     def run(
@@ -176,29 +176,29 @@ def advise(
         )  # fmt: skip
         state = train.init(params, model_state=model_state, rng=rng)
         job, ended = Job(tuple(devices)), list[WindowRecord]()
-        # the first ones, in which programs are compiled, are not part of the time
+        # the first windows, in which programs are compiled, do not count towards `seconds`
         more, left = WARM + LEAST, math.inf
         while more:
             begun = time.perf_counter()
             with train.windows(data, batch_size, epochs=None) as windows:
                 for window in islice(windows, more):
                     state, _ = train(state, window)
-            # all have ended now: every process has the same records, and measures as long
+            # all windows have ended: every process has the same records and measures equally long
             took = max(job.exchange(time.perf_counter() - begun))
             job.check_all()
             ended = [record for record in train.records if record.steady][WARM:]
             left = seconds if math.isinf(left) else left - took
-            # about as many as are missing to `LEAST`, and to the time
+            # about as many as are still missing to reach `LEAST` and `seconds`
             more = max(0, LEAST - len(ended), math.ceil(left / (took / more)))
         return ended
 
     def alone(rank: int) -> tuple[float, float, int]:
-        """Return the milliseconds of `alone_ms`, and the examples of a microbatch."""
+        """Return the milliseconds of `alone_ms`, and the examples per microbatch."""
         hook = None if emulate is None else emulate.of_rank(rank)
         own = _of_one(options, chosen, rank)
         measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2, options=own)
         short = measured(EveryBatch())
-        # as long as the windows of all devices; one microbatch has been measured already
+        # windows as long as those of all devices; one microbatch has been measured already
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
         while not _separable(short, long := measured(FixedTotal(count)), count):
             count *= GROWTH
@@ -220,14 +220,14 @@ def advise(
 
 
 def _in_turns(job: Job, alone: Callable[[int], _T]) -> list[_T]:
-    """Measure each device alone in its process, one after the other: they may share a host.
+    """Measure each device alone in its process, one after the other: processes may share a host.
 
     Args:
         job: The devices.
         alone: Measures the device of a rank.
 
     Returns:
-        What was measured of each, in rank order; the same in every process.
+        The measurements of each device, in rank order; the same in every process.
     """
     found: dict[int, _T] = {}
     with Talk(job, "advise") as talk, apart():
@@ -251,7 +251,7 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
 
     Args:
         short: Steady windows of one microbatch.
-        long: Steady windows of more microbatches, if an epoch has more.
+        long: Steady windows of more microbatches, if an epoch has more than one.
 
     Examples:
         >>> from elche_jax.advice.measure import alone_ms
@@ -286,12 +286,12 @@ def _separable(short: Sequence[WindowRecord], long: Sequence[WindowRecord], coun
     step then takes nearly all of the time, and the rest is noise.
     """
     full, many = _full_windows(long)
-    # the last two: an epoch, or a window at all, has no more
+    # the last two: an epoch, or any window, has no more microbatches
     return many >= 1.5 * _full_windows(short)[1] or full < count or count * GROWTH > MAX_COUNT
 
 
 def _measurable(options: dict[str, Any]) -> dict[str, Any]:
-    """The options for a run that exchanges gradients, under a cadence of `advise`."""
+    """Return the options for a run that exchanges gradients, under a cadence of `advise`."""
     for name in ("cadence", "averaging", "guard", "exchange", "timeline"):
         if (given := options.pop(name, None)) is not None:
             rule, got = "be left out", check.describe(given)
@@ -309,7 +309,7 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_one(options: dict[str, Any], devices: Sequence[jax.Device], rank: int) -> dict[str, Any]:
-    """Return the options for a run of one of several devices, which has no lanes and no kinds."""
+    """Return the options for a run on one of several devices, which has no lanes and no kinds."""
     if len(devices) == 1:
         return options
     own = {name: value for name, value in options.items() if name != "lanes"}
@@ -321,7 +321,7 @@ def _of_one(options: dict[str, Any], devices: Sequence[jax.Device], rank: int) -
 
 
 def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
-    """Return milliseconds per microbatch of each device while all work, and the `sync_ms`.
+    """Return milliseconds per microbatch of each device while all work, and `sync_ms`.
 
     These are medians over the windows that are at least half as large as the largest.
 

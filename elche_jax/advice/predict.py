@@ -20,7 +20,7 @@ SIGNIFICANT = 0.02
 """Relative difference in throughput below which short measurements are not conclusive."""
 
 SETTLE = 100
-"""Number of windows after which a cadence's counts have settled; `ElChe` needs a few."""
+"""Number of windows after which a cadence's counts have settled; `ElChe` needs only a few."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Speeds(check.CheckedFields):
         sync_ms: Cost of a synchronisation of all devices, including the optimizer step, in
             milliseconds, at least 0.
         step_ms: Cost of an optimizer step on each device alone, including the host's work for
-            a window, in milliseconds, at least 0; None for 0 each.
+            a window, in milliseconds, at least 0; None if it costs nothing on any device.
 
     Raises:
         TypeError: If an entry is not a number.
@@ -69,8 +69,8 @@ class Speeds(check.CheckedFields):
         """Return milliseconds per microbatch of some devices while only these work.
 
         Devices that compete for some resource (the host's cores, a bus) are slower the more
-        of them work. Only two cases are measured, one of `n` devices and all of them; the
-        others are interpolated linearly:
+        of them work. Only two cases are measured, one of the `n` devices alone and all of them;
+        the others are interpolated linearly:
 
             ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (len(ranks) - 1) / (n - 1)
 
@@ -93,10 +93,10 @@ class Plan:
 
     Attributes:
         name: Name of the cadence.
-        ranks: The devices that work.
+        ranks: Ranks of the devices that work.
         counts: Microbatches of each of these devices in a window, which is at most a whole
             epoch.
-        anchor: The smallest count, that of the slowest device.
+        anchor: The smallest count, which the slowest device has.
         window_ms: Length of a window in milliseconds, including the synchronisation.
         examples_per_s: Examples per second of all of these devices.
         limit_share: Share of the limit, the sum of the devices' speeds while they work
@@ -137,8 +137,8 @@ class Forecast:
             limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
 
         with `ms` from `Speeds.of`, and the `sync_ms` of all devices even if fewer work. If the
-        size of an epoch is known, it consists of full windows and a smaller one for the rest;
-        the two rates are then those of an epoch.
+        size of an epoch is known, the epoch consists of full windows and a smaller one for the
+        rest; the two rates are then those of an epoch.
 
         For a single device `sync_ms` is its own `step_ms`, and `ElChe`, which has nothing to
         balance, is replaced by the cadence from `one_device`.
@@ -146,7 +146,7 @@ class Forecast:
         Args:
             name: Name of the plan.
             cadence: The cadence.
-            ranks: The devices that work; None for all.
+            ranks: Ranks of the devices that work; None for all.
 
         Returns:
             The plan.
@@ -165,7 +165,7 @@ class Forecast:
             sync_ms = speeds.step_of(ranks[0])
             if isinstance(cadence, ElChe):
                 cadence = one_device(cadence, ms[0], sync_ms)
-        # by simulation rather than by a formula, so that dead zones and rounding are those of a run
+        # simulated, not computed by a formula, so that dead zones and rounding match those of a run
         counts = settled(cadence, ms, sync_ms)
         if epoch is not None:
             # no window crosses the end of an epoch
@@ -213,8 +213,8 @@ class Forecast:
         fewer = {tuple(sorted(fastest[:size])) for size in world if size}
         if len(world) > 1:
             fewer |= {tuple(other for other in world if other != rank) for rank in world}
-        # sorted, as a set has no order of its own; of equal plans `max` returns the first one, so
-        # that no device is left out for nothing
+        # sorted, as a set has no order; of equal plans `max` returns the first one, so no device is
+        # left out without a gain
         plans = [self.plan(name, cadence, ranks) for ranks in sorted(fewer)]
         return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)
 
@@ -225,7 +225,7 @@ def _busy_ms(counts: Sequence[int], ms: Sequence[float]) -> float:
 
 
 def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedTotal:
-    """Return the replacement of `ElChe` on one device, for a fair comparison with several.
+    """Return the cadence that replaces `ElChe` on one device, for a fair comparison with several.
 
     Several devices take one optimizer step per window, so a single device may do the same
     under `FixedTotal(n)`, with the anchor `n` that `ElChe` would choose:

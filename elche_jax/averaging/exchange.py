@@ -1,4 +1,4 @@
-"""The exchange on the host, as chosen by the user."""
+"""The user's settings for the exchange on the host."""
 
 from dataclasses import dataclass, field
 
@@ -11,23 +11,24 @@ from elche_jax import _check as check
 class HostExchange(check.CheckedFields):
     """Exchange on the host: devices deliver their contributions, and none waits in a collective.
 
-    A device that has not delivered `timeout` seconds after the first one is *late*: the window
-    is averaged without it, and it gets no work until it has delivered. With `run_ahead`,
+    A device that has not delivered `timeout` seconds after the first delivery is *late*: the
+    window is averaged without it, and it gets no work until it has delivered. With `run_ahead`,
     devices continue with later windows while a window is averaged, and apply its mean as soon
     as it is known. In a job of several processes they apply it as late as the bounds below allow,
-    which is at the same window in all of them.
+    so that all processes apply it at the same window.
 
     Attributes:
         timeout: Seconds after the first delivery of a window until a device is late, above 0.
         run_ahead: Whether devices continue while a window is averaged. If not, the rule's
-            `delay` says how late means are applied.
+            `delay` determines how late means are applied.
         max_overshoot: With `run_ahead`, the largest number of microbatches that a device may
-            begin beyond the oldest window that is not averaged, at least 0 (each window waits
-            for the average of the previous one); never more than three windows. None: one
-            window.
+            begin beyond the oldest window that is not averaged, at least 0. With 0, each window
+            waits for the average of the previous one. Never more than three windows; None for
+            one window.
         max_batch_diff: With `run_ahead`, the largest number of microbatches that a device may
             begin beyond the oldest window that some device has not delivered, at least 1;
-            None for no bound. In a job of several processes it bounds what `max_overshoot` does.
+            None for no bound. In a job of several processes it is a bound on the same number as
+            `max_overshoot`.
 
     Raises:
         TypeError: If a value has the wrong type.

@@ -8,14 +8,14 @@ from elche_jax import _check as check
 def assign_fragments(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:
     """Divide arrays into parts of about the same size.
 
-    The largest remaining array goes to the smallest part, the first one if several are equal.
+    The largest remaining array goes to the smallest part, or to the first of equal parts.
 
     Args:
         sizes: Number of elements of each array.
         fragments: Number of parts.
 
     Returns:
-        The indices of the arrays of each part, ascending; no part is empty.
+        The indices of the arrays in each part, ascending; no part is empty.
 
     Raises:
         ValueError: If there are more parts than arrays.
@@ -31,7 +31,7 @@ def assign_fragments(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, .
     parts: list[list[int]] = [[] for _ in range(fragments)]
     loads = [0] * fragments
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        # by length, too, so that arrays without elements leave no part empty
+        # by the number of arrays, too, so that arrays without elements leave no part empty
         lightest = min(range(fragments), key=lambda p: (loads[p], len(parts[p])))
         parts[lightest].append(i)
         loads[lightest] += sizes[i]

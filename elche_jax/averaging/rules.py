@@ -28,12 +28,12 @@ class DeviceWork:
 
     Attributes:
         steps: Optimizer steps, float32.
-        loss: Mean loss of the window, float32; 0 for a device without work. Between two exchanges
-            of a fragment lie several windows: a device without work in the last one has the mean
-            loss of the others.
+        loss: Mean loss of the window, float32; 0 for a device without work. With fragments,
+            the steps since the last exchange of a fragment are those of several windows: a device
+            that had no work in the last of them gets the mean loss of the other devices.
         worked: Whether the device is part of the mean: it had work and its result is finite.
         window: Number of the window.
-        xp: Module of the arrays: `jax.numpy`, or `numpy` on the host.
+        xp: Array module: `jax.numpy`, or `numpy` on the host.
     """
 
     steps: Any
@@ -101,8 +101,8 @@ class AveragingRule:
         # in logarithms, as a power of a count may overflow a float
         logs = xp.where(work.worked, power * xp.log(xp.maximum(work.steps, 1.0)), -xp.inf)
         highest = logs.max()
-        # -inf if no device worked; the last term makes an infinite power NaN, so that
-        # the window is not finite
+        # `highest` is -inf if no device worked; the last term is NaN for an infinite power, so
+        # that the window is not finite
         return xp.exp(logs - xp.where(xp.isfinite(highest), highest, 0)) + 0 * power
 
 
@@ -131,7 +131,7 @@ class ParameterAveraging(AveragingRule):
     `merge` with the same weights. A device whose parameters are not finite is left out.
 
     Attributes:
-        exponent: Emphasis on devices that did more, finite; 0 is the plain mean. Or an optax
+        exponent: Emphasis on devices with more steps, finite; 0 is the plain mean. Or an optax
             schedule of the window number: a high exponent converges faster early, a low one
             reaches a lower loss.
         optimizer_state: `"average"` averages it like the parameters (leaves that are not
@@ -143,11 +143,11 @@ class ParameterAveraging(AveragingRule):
             end of a window. `k`, at most 64: the exchange of a window overlaps with the steps
             of later windows, and its result is applied at the end of the `k`-th as a
             correction, see `elche_jax.engine.local`; requires `optimizer_state="keep"`. The
-            metrics are then those of `k` windows before. Each pending window takes one more
+            metrics are then those of `k` windows ago. Each pending window takes one more
             copy of the parameters.
 
     Raises:
-        TypeError: If `exponent` is neither a number nor callable.
+        TypeError: If `exponent` is neither a number nor callable, or `delay` is not an integer.
         ValueError: If `exponent` is not finite, `optimizer_state` or `compression` is not one
             of the words above, or `delay` is out of range.
 
@@ -181,8 +181,8 @@ class DiLoCo(check.CheckedFields, AveragingRule):
     `optimizer_state`, bit for bit.
 
     **Fragments**: with `fragments=P` each window exchanges one of `P` parts of the
-    parameters, in turn, so that each part is exchanged every `P` windows and a window
-    sends a `P`-th of the bytes (Douillard et al. 2025, arXiv:2501.18512). The weights of a
+    parameters, in turn: each part is exchanged every `P` windows, and a window sends a
+    `P`-th of the bytes (Douillard et al. 2025, arXiv:2501.18512). The weights of a
     part count the steps since its last exchange. Between two exchanges the devices' copies
     of a part differ; `TrainStep.average` returns one set of parameters.
 
@@ -205,7 +205,7 @@ class DiLoCo(check.CheckedFields, AveragingRule):
 
     Raises:
         TypeError: If `outer` is not an optax optimizer, or a number has the wrong type.
-        ValueError: If a value is out of range or contradicts another one.
+        ValueError: If a value is out of range or conflicts with another value.
 
     Examples:
         >>> import optax
@@ -265,7 +265,7 @@ class MeanGradient:
 
 def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | AveragingRule:
     """Return a copy of a rule of any class with some attributes changed."""
-    # not by `dataclasses.replace`: a rule of one's own need not be a dataclass
+    # not by `dataclasses.replace`: a user's rule need not be a dataclass
     rule = copy(rule)
     for name, value in knobs.items():
         object.__setattr__(rule, name, value)
@@ -311,7 +311,7 @@ LATE: dict[str, tuple[Any, str]] = {
 
 
 def check_late(rule: AveragingRule, how: str) -> None:
-    """Raise if the averages of a rule cannot be applied late.
+    """Raise an error if the averages of a rule cannot be applied late.
 
     Args:
         rule: The rule.

@@ -30,7 +30,8 @@ class AdaComm(AnchorRule[AdaCommState]):
     """Adaptive communication (Wang and Joshi 2019, arXiv:1810.08313).
 
     After every ``interval`` windows the anchor ``current`` is updated. With ``F`` the mean
-    loss of the last interval, ``F0`` that of the first one, and ``anchor`` the first anchor,
+    loss of the last interval, ``F0`` that of the first interval, and ``anchor`` the initial
+    anchor,
 
         new     = ceil(sqrt(F / F0) * anchor)
         current = new                               if new < current
@@ -80,7 +81,7 @@ class AdaComm(AnchorRule[AdaCommState]):
         mean, rule = total / losses, self.target_anchor(state)
         first = mean if state.first_loss is None else state.first_loss
         if state.first_loss is not None:
-            # a first loss of 0 cannot be fallen below: the anchor shrinks by the factor
+            # no loss is below a first loss of 0: the anchor shrinks by the factor
             new = round_up(math.sqrt(mean / first) * self.anchor) if first > 0 else rule
             rule = max(1, new if new < rule else round_up(self.shrink * rule))
         return replace(state, first_loss=first, sum_loss=0.0, losses=0, rule=rule)

@@ -18,8 +18,8 @@ from elche_jax.cadence.estimate import SHORTEST_MS, FloatArray
 def _lower_largest(counts: list[int], tie: Sequence[int], excess: int) -> None:
     """Lower the largest counts one by one, in place, ``excess`` times in total.
 
-    Among equal counts the one with the smaller ``tie`` is lowered first, then the one of
-    the higher rank.
+    Of equal counts, the one with the smaller ``tie`` is lowered first; if these are equal,
+    too, the one with the higher rank.
     """
     for _ in range(excess):
         rank = max(range(len(counts)), key=lambda rank: (counts[rank], -tie[rank], rank))
@@ -31,8 +31,8 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
 
     Counts that fit are returned unchanged. Otherwise the result sums to exactly
     ``max_total``, by the largest remainder method with ties going to the lower rank. No
-    entry is ever raised. A device that had work gets 0 only if there are fewer microbatches
-    than such devices; otherwise the largest counts give up one each, so that it keeps 1.
+    entry is ever raised. A device with work gets 0 only if there are fewer microbatches than
+    devices with work; otherwise it keeps at least 1, which the largest counts give up.
 
     Args:
         counts: Microbatches per device, integers, not negative.
@@ -58,7 +58,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
     total = sum(counts)
     if total <= max_total:
         return counts
-    # In Python's integers: the products exceed 2**53, up to which float64 is exact.
+    # In Python integers: the products may exceed 2**53, up to which float64 is exact.
     clamped = [count * max_total // total for count in counts]
     rest = max_total - sum(clamped)
     # Python's sort is stable, so equal remainders stay in rank order.
@@ -66,7 +66,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
     for rank in by_remainder[:rest]:
         clamped[rank] += 1
     if max_total >= sum(count > 0 for count in counts):
-        # there is work for all that had some, but rounding left these without
+        # there is enough work for every device with some, but rounding left these without
         empty = [r for r, count in enumerate(counts) if count and not clamped[r]]
         _lower_largest(clamped, counts, len(empty))
         for rank in empty:
@@ -106,7 +106,7 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
     if largest <= 0:
         rule = "have an entry above 0"
         raise ValueError(check.message(where, "ratios", rule, ratios))
-    # by a power of two, which rounds nothing: the sum may overflow
+    # scaled by a power of two, which is exact: the sum might overflow
     scale = -max(0, math.frexp(largest)[1])
     ratios = [math.ldexp(ratio, scale) for ratio in ratios]
     # Rounded once, so that the order of the devices does not matter.
@@ -124,8 +124,8 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
     """Split ``total`` so that the last device finishes as early as possible.
 
     Minimises ``max(counts * ms_per_batch)`` over all integer splits exactly, not by
-    rounding: the result is that of handing out one microbatch at a time to the device that
-    would finish it first, with ties going to the lower rank.
+    rounding: the result is the same as handing out one microbatch at a time to the device
+    that would finish it first, with ties going to the lower rank.
 
     Args:
         total: Microbatches to split, not negative.
@@ -174,14 +174,14 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
         >>> split(10, np.array([1.0, 2.5])).tolist()
         [7, 3]
     """
-    # by a power of two, which rounds nothing: total * ms may overflow
+    # scaled by a power of two, which is exact: total * ms might overflow
     ms = np.ldexp(ms, -max(0, int(np.frexp(ms.min())[1])))
     fastest = float(ms.min())  # divided out, as 1 / ms may overflow
     # Lowered by far more than the rounding error of the sum: the microbatches that end by
     # this time must never exceed the total.
     level = total / float((fastest / ms).sum()) * fastest * (1.0 - 1e-12)
     counts = np.floor(level / ms).astype(np.int64)
-    # One by one is fast enough: 0.5 ms for 512 devices. Of the largest total, 2**53, the slack of
+    # One by one is fast enough: 0.5 ms for 512 devices. For the largest total, 2**53, the slack in
     # the level leaves 9,000 microbatches.
     for _ in range(total - int(counts.sum())):
         counts[((counts + 1) * ms).argmin()] += 1  # the first of equal ends: the lower rank

@@ -41,7 +41,7 @@ class Balanced(ConstantTotal[BalancedState]):
     """Cadence that splits ``total`` microbatches by measured throughput.
 
     Throughput is an exponential moving average, ``weight * new + (1 - weight) * old`` with
-    ``new = counts / wall_ms`` and ``weight = alpha * share``, where ``share`` is below 1 in a
+    ``new = counts / wall_ms`` and ``weight = alpha * share``, where ``share`` is below 1 for a
     window cut short; the first measurement is taken as is. The ratios change after
     ``calibration_windows`` windows and then every ``rebalance_every`` windows. They are
     proportional to throughput, at least ``min_ratio`` each, and sum to exactly 1. The counts
@@ -54,16 +54,16 @@ class Balanced(ConstantTotal[BalancedState]):
 
     With ``speed_hint`` the first ratios are proportional to the hinted speeds, and the first
     report with a measurement replaces them by measured ones: a wrong hint costs one window.
-    Later changes come at the same windows as without a hint.
+    Later changes happen at the same windows as without a hint.
 
     Attributes:
-        total: Microbatches per window over all devices, at least 1. Best many times the number
-            of devices: the last one gets what the rounding of the others leaves.
+        total: Microbatches per window over all devices, at least 1. Preferably many times the
+            number of devices, as the last device gets what the rounding of the others leaves.
         alpha: Weight of the newest measurement, in ``(0, 1]``.
         calibration_windows: Windows before the first change, at least 1.
         rebalance_every: Windows between later changes, at least 1.
         min_ratio: Smallest share of a device, in ``[0, 1 / world_size]``.
-        speed_hint: Known speeds, or ``None``, in any form that `ElChe` takes:
+        speed_hint: Known speeds, or ``None``, in any form that `ElChe` accepts:
             ``(slow_rank, ratio)``, one speed per device, or one per kind of device.
 
     Raises:
@@ -109,7 +109,7 @@ class Balanced(ConstantTotal[BalancedState]):
 
     def _first(self, world_size: int) -> BalancedState:
         where = "Balanced.init"
-        # 1 / world_size may be written in decimals, rounded up: 0.33333333334
+        # the user may write 1 / world_size as a decimal that is rounded up: 0.33333333334
         if self.min_ratio * world_size > 1 + 1e-9:
             rule = f"be at most 1 / world_size ({world_size} devices)"
             todo = "Lower min_ratio."
@@ -140,7 +140,7 @@ class Balanced(ConstantTotal[BalancedState]):
         return replace(state, counts=counts, ratios=ratios, next_rebalance=following)
 
     def learn(self, state: BalancedState, report: WindowReport) -> BalancedState:
-        """Return the state with a window's times, and the counts as they are.
+        """Return the state updated with a window's times; the counts stay.
 
         Args:
             state: The current state; it is not modified.
@@ -155,11 +155,11 @@ class Balanced(ConstantTotal[BalancedState]):
         return replace(state, throughput=as_times(smoothed(old, new, self.alpha * report.share)))
 
     def without(self, state: BalancedState, ranks: Collection[int]) -> BalancedState:
-        """Return the state for the devices that are left, which share out the same total.
+        """Return the state for the remaining devices, which share the same total.
 
         Args:
             state: The current state; it is not modified.
-            ranks: Ranks of the devices that are lost, not all of them.
+            ranks: Ranks of the lost devices; at least one device remains.
 
         Examples:
             >>> cadence = Balanced(total=8, speed_hint=[1.0, 1.0, 3.0])

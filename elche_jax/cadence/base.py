@@ -18,7 +18,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.state import State
 
 MAX_TOTAL: Final = 2**53
-"""Largest number of microbatches in a window: float64 represents every count up to it."""
+"""Largest number of microbatches in a window: float64 represents every count up to it exactly."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WindowReport(check.CheckedFields):
             devices, finite and not negative.
         loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or ``None``.
         share: Share of the planned microbatches that the window had, in ``(0, 1]``: below 1 if
-            the end of the data cut it short. Estimates of speed move by this share.
+            the end of the data cut it short. Estimates of speed are updated in this proportion.
 
     Raises:
         TypeError: If an entry is not a number, or a count not an integer.
@@ -69,12 +69,12 @@ Action = Literal["stable", "hold_growth", "nudge_down"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of a guard on the divergence of the replicas, passed to the cadence.
+    """Decision of a guard on the divergence of the devices, passed to the cadence.
 
     Attributes:
         action: ``"stable"``: no objection; ``"hold_growth"``: windows must not get longer;
             ``"nudge_down"``: windows must get shorter.
-        factor: Factor of the anchor in ``(0, 1]``, 0.5 by default, for ``"nudge_down"``;
+        factor: Factor for the anchor in ``(0, 1]``, 0.5 by default, for ``"nudge_down"``;
             ``None`` for the other actions.
 
     Raises:
@@ -160,8 +160,8 @@ class Cadence(ABC, Generic[S]):
     reports and keeps no estimates of times. With one device there are no busy times, and
     ``update`` is called only if ``counts_windows`` is set.
 
-    A method whose name is a misspelt hook (``udpate``) is an error, since it would never be
-    called.
+    A method whose name is a misspelt hook (``udpate``) raises an error, since it would never
+    be called.
 
     Attributes:
         state_type: Class of the states, derived from `State`; ``None`` for states that cannot
@@ -172,15 +172,15 @@ class Cadence(ABC, Generic[S]):
             `recalibrate` forgets and `replan` fits the counts to.
         uses_loss: Whether reports must hold the window's loss.
         counts_windows: Whether ``update`` is also called for windows whose times are unknown;
-            the times of such a report are 0. It is called once per window: times that become known
-            later, of a late device, change ``ms_per_batch`` alone, followed by `replan`; without
-            ``estimates`` they go to `learn`.
+            the times of such a report are 0. It is called once per window: times of a late device
+            that become known later change only ``ms_per_batch``, followed by `replan`; without
+            ``estimates`` they are passed to `learn`.
         overhead_target: Share of a window that synchronisation may take; 0 for no target.
-        rests: Whether devices of a kind that slows the others down may get no work, see
+        rests: Whether the devices of a kind may get no work while they slow the others down, see
             `elche_jax.cadence.Rest`.
 
     Raises:
-        TypeError: If a subclass defines a method whose name is almost that of a hook.
+        TypeError: If a subclass defines a method whose name is almost the name of a hook.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -207,7 +207,7 @@ class Cadence(ABC, Generic[S]):
     estimates: ClassVar[bool] = False
     uses_loss: ClassVar[bool] = False
     counts_windows: ClassVar[bool] = False
-    # these two are no class variables, as they are arguments of `ElChe`
+    # these two are not class variables, as they are arguments of `ElChe`
     overhead_target: float = 0.0
     rests: bool = False
 
@@ -215,8 +215,8 @@ class Cadence(ABC, Generic[S]):
         super().__init_subclass__(**options)
         for name, value in vars(cls).items():
             if not inspect.isfunction(value) or any(hasattr(b, name) for b in cls.__bases__):
-                continue  # not a method, or one that a base declares
-            # 0.82 finds two swapped letters or a missing one, and hardly any other word
+                continue  # not a method, or one that a base class declares
+            # 0.82 finds two swapped letters or a missing one, and matches hardly any other word
             if near := get_close_matches(name, HOOKS, n=1, cutoff=0.82):
                 rule, got = "not resemble a hook of Cadence", "a method of that name"
                 todo = f"Did you mean {near[0]}? If not, rename it."
@@ -241,15 +241,15 @@ class Cadence(ABC, Generic[S]):
         """
 
     def counts_at(self, window: int) -> tuple[int, ...]:
-        """Return the counts of a window, counted from 0; called if ``scripted``."""
+        """Return the counts of a window by its index, from 0; called if ``scripted``."""
         raise self._unwritten("counts_at", "scripted")
 
     @property
     def largest_count(self) -> int | None:
         """The largest count of any window, or ``None`` if it is not known in advance.
 
-        It is read once for each run. The first program is made for it, and no larger one is
-        compiled ahead.
+        It is read once per run. The first program is made for this count, and no larger one is
+        compiled in advance.
         """
         return None
 
@@ -272,35 +272,35 @@ class Cadence(ABC, Generic[S]):
     def replan(self, state: S) -> S:
         """Return the state with counts that fit the estimates as well as possible.
 
-        Called after the counts have not changed for a while, if ``estimates`` is set.
+        Called when the counts have not changed for a while, if ``estimates`` is set.
         """
         return state
 
     def aim(self, state: S) -> tuple[int, ...]:
-        """Return the counts that those of the next windows lead to; by default the next ones.
+        """Return the counts that the next windows move towards; by default the next counts.
 
-        Called if ``estimates`` is set. By them the overhead of a synchronisation is judged.
+        Called if ``estimates`` is set. The overhead of a synchronisation is judged by them.
         """
         return state.counts
 
     def learn(self, state: S, report: WindowReport) -> S:
-        """Return the state with times of a window that `update` was called for without them.
+        """Return the state updated with times that `update` did not have for a window.
 
-        Called if ``counts_windows`` is set, and ``estimates`` is not. By default the times are
+        Called if ``counts_windows`` is set and ``estimates`` is not. By default the times are
         not used.
         """
         del report
         return state
 
     def without(self, state: S, ranks: Collection[int]) -> S:
-        """Return the state for the devices that are left when some are lost.
+        """Return the state for the remaining devices after some are lost.
 
-        By default the entries of the others are kept if ``estimates`` is set, with counts as
-        `replan` returns them; otherwise the cadence begins anew.
+        By default, if ``estimates`` is set, the entries of the remaining devices are kept and
+        `replan` sets their counts; otherwise the cadence starts anew.
 
         Args:
             state: The current state; it is not modified.
-            ranks: Ranks of the devices that are lost, not all of them.
+            ranks: Ranks of the lost devices; at least one device remains.
 
         Examples:
             >>> from elche_jax.cadence import ElChe, ElCheState
@@ -324,7 +324,7 @@ class Cadence(ABC, Generic[S]):
 
 
 def entries_of(state: S, ranks: Sequence[int]) -> S:
-    """Return a state with the entries of some devices, in every field that has one for each.
+    """Return a state with only some devices' entries in every field with one entry per device.
 
     Examples:
         >>> from elche_jax.cadence import FixedTotalState
@@ -347,9 +347,9 @@ HOOKS: Final = [
 
 
 class CheckedCadence(check.CheckedFields, Cadence[S]):
-    """Base of the library's cadences, which checks all arguments.
+    """Base of the library's cadences; it checks all arguments.
 
-    A subclass states the bounds of its fields as in `check.CheckedFields`, and defines ``_first``
+    A subclass declares the bounds of its fields as in `check.CheckedFields`, and defines ``_first``
     and ``_next``, which get the checked arguments of ``init`` and ``update``.
     """
 
@@ -387,8 +387,8 @@ class CheckedCadence(check.CheckedFields, Cadence[S]):
             The next state.
 
         Raises:
-            TypeError: If the report or the verdict is of another class.
-            ValueError: If the report has another number of devices.
+            TypeError: If the report or the verdict is of the wrong class.
+            ValueError: If the report is for a different number of devices.
 
         Examples:
             >>> from elche_jax.cadence import FixedTotal
@@ -399,7 +399,7 @@ class CheckedCadence(check.CheckedFields, Cadence[S]):
         where = f"{type(self).__name__}.update"
         check.instance(where, "report", report, WindowReport)
         check.instance(where, "verdict", verdict, Verdict)
-        # reading the counts also refuses a replay that is over
+        # reading the counts also raises an error if a replay is over
         check.per_device(where, "report", len(report.counts), len(state.counts))
         return self._next(state, report, verdict)
 
@@ -423,7 +423,7 @@ class ConstantTotal(CheckedCadence[S]):
     total: int = field(metadata={"low": 1, "high": MAX_TOTAL})
 
     def check_state(self, state: S) -> None:
-        """Raise ``ValueError`` if a stored state has another total."""
+        """Raise ``ValueError`` if a stored state has a different total."""
         if sum(state.counts) != self.total:
             where = f"{type(self).__name__}.check_state"
             rule = f"share out {self.total} microbatches"

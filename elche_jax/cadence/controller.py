@@ -30,10 +30,10 @@ class ControllerState:
         divergence: How far apart the devices were after the last windows, oldest first.
         verdict: The guard's last verdict.
         owed: The strictest verdict since the cadence was last updated.
-        told: Whether the cadence was updated with a window's times.
+        told: Whether the cadence has been updated with the times of a window.
         rest: Which devices rest; None if none may.
-        lost: Ranks of devices that are no longer there, ascending: they get no work, and the
-            schedule has no entries for them.
+        lost: Ranks of the lost devices, ascending: they get no work, and the schedule has no
+            entries for them.
     """
 
     schedule: SchedulerState
@@ -47,15 +47,15 @@ class ControllerState:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Ranks of the devices that are there."""
+        """Ranks of the remaining devices."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.lost)
 
     def spread(self, values: Sequence[T], nothing: T) -> tuple[T, ...]:
-        """Return one value per device, ``nothing`` for those that are lost.
+        """Return one value per device, ``nothing`` for lost devices.
 
         Args:
-            values: One value for each device that is there.
-            nothing: The value of the others.
+            values: One value per remaining device.
+            nothing: The value for lost devices.
         """
         known = dict(zip(self.left, values, strict=True))
         return tuple(known.get(rank, nothing) for rank in range(self.world_size))
@@ -69,8 +69,8 @@ class Controller:
         cadence: The rule for the counts.
         guard: The rule for verdicts on divergence.
         shift: The detector of lasting speed changes, or ``None``.
-        rest: Lets devices rest that slow the others down; ``None`` for none. A scripted cadence
-            is followed as it is.
+        rest: The rule that lets devices rest while they slow the others down; ``None`` to let
+            none rest. It has no effect on a scripted cadence.
 
     Examples:
         >>> from elche_jax.cadence import ElChe
@@ -108,8 +108,8 @@ class Controller:
         Raises:
             TypeError: If ``world_size`` is not an integer, or the cadence's state has no
                 ``counts``.
-            ValueError: If the cadence does not allow that many devices, or they are not those
-                that may rest.
+            ValueError: If the cadence does not allow that many devices, or ``rest`` is for a
+                different number of devices.
         """
         rest = self.rest and self.rest.init(world_size)
         return ControllerState(self.scheduler.init(world_size), world_size, rest=rest)
@@ -132,11 +132,11 @@ class Controller:
         return self.rest.plan(state.rest, counts)
 
     def without(self, state: ControllerState, ranks: Collection[int]) -> ControllerState:
-        """Return the state after the loss of devices, which get no work any more.
+        """Return the state after the loss of devices, which get no more work.
 
         Args:
             state: The current state; it is not modified.
-            ranks: Ranks of the devices, of which some may be lost already.
+            ranks: Ranks of the lost devices; some may have been lost before.
 
         Raises:
             ValueError: If no device is left, or the cadence follows a recording.
@@ -154,7 +154,7 @@ class Controller:
         if self.cadence.scripted:
             rule, got = "be of devices that a recording does without", sorted(ranks)
             raise ValueError(check.message("Controller.without", "ranks", rule, got))
-        # the schedule knows only of those that were there
+        # the schedule has entries only for the devices that were there
         at = [place for place, rank in enumerate(state.left) if rank in ranks]
         schedule = self.scheduler.without(state.schedule, at)
         lost = tuple(sorted({*state.lost, *ranks}))
@@ -188,8 +188,8 @@ class Controller:
 
         The guard is called if the record has a divergence. The cadence is updated if the
         window's times are steady, or if it counts all windows, with the strictest verdict
-        since its last update. What the synchronisation of a cold window costs says nothing, nor
-        if a device rested in it; after a cold window the verdict for a cadence with an overhead
+        since its last update. The cost of the synchronisation is ignored if the window was cold
+        or a device rested in it; after a cold window the verdict for a cadence with an overhead
         target is at least *hold growth*. A scripted cadence is never updated, and a cadence
         that follows the loss is not updated with a loss that is not finite.
 
@@ -210,16 +210,16 @@ class Controller:
         if record.divergence is not None:
             divergence = (*state.divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)
-            # kept until a window updates the cadence, which may not be this one
+            # kept until a window updates the cadence, which need not be this one
             owed = stronger(state.owed, verdict)
             state = replace(state, divergence=divergence, verdict=verdict, owed=owed)
         return self._updated(state, record)
 
     def learn(self, state: ControllerState, record: WindowRecord) -> ControllerState:
-        """Return the state after the times of a window that was observed without them.
+        """Return the state updated with the times of a window that was observed without them.
 
-        A cadence that counts windows was updated with it then: only its estimates of speed change.
-        Any other one is updated now.
+        A cadence that counts windows has been updated with this window already: only its estimates
+        of speed change. Any other cadence is updated now.
 
         Args:
             state: The current state; it is not modified.
@@ -247,7 +247,7 @@ class Controller:
         """Return the state after a window; the same if the cadence is not updated with it."""
         cadence, loss = self.cadence, record.loss if self.cadence.uses_loss else None
         schedule, verdict, timed = state.schedule, state.owed, _timed(record)
-        # a script is read by the number of the window, whatever its state
+        # a script is read by the number of the window, whatever the state
         if cadence.scripted or (loss is not None and not isfinite(loss)):
             return state
         if timed:
@@ -255,8 +255,8 @@ class Controller:
             if record.cold and cadence.overhead_target:
                 # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)
-            # The exchange costs less while devices rest. Windows sized by that would be too short
-            # for all, and change size with every trial.
+            # The exchange costs less while devices rest. Windows sized by that cost would be too
+            # short for all devices, and would change size with every trial.
             rested = self.rest is not None and _missed(report, schedule.counts)
             schedule = self.scheduler.update(schedule, report, verdict, not (record.cold or rested))
         elif cadence.counts_windows:
@@ -269,7 +269,7 @@ class Controller:
 
 
 def _missed(report: WindowReport, planned: Sequence[int]) -> bool:
-    """Return whether a device that the cadence has work for had none."""
+    """Return whether a device had no work although the cadence planned some for it."""
     return any(plan and not ran for plan, ran in zip(planned, report.counts, strict=True))
 
 

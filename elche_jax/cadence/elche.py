@@ -35,17 +35,17 @@ class ElChe(Proportional[ElCheState]):
     ``[min_anchor, max_anchor]``. A count changes only if the change exceeds 10 % of it,
     except in the update that calibrates.
 
-    The verdict *hold growth* keeps the anchor from rising. *Nudge down* replaces the overhead
-    rule by ``anchor = max(1, ceil(anchor * factor))``, which may be below ``min_anchor``. While
-    the overhead asks for more, the anchor then rises by 1 with every stable window: a jump back
-    would only bring the next *nudge down*.
+    The verdict *hold growth* keeps the anchor from rising. *Nudge down* lowers it to at most
+    ``max(1, ceil(anchor * factor))``, which may be below ``min_anchor``. While the overhead asks
+    for more, the anchor then rises by 1 with every stable window: a jump back would only cause
+    the next *nudge down*.
 
     Until every device has been measured, the counts keep the proportions of `init` and
     change only with the anchor.
 
     With one device there is nothing to balance and nothing to exchange: every window is one
     microbatch, so that the same script runs on one device. Under an outer optimizer, which
-    steps once per window, it is ``anchor`` microbatches.
+    steps once per window, a window is ``anchor`` microbatches.
 
     Attributes:
         anchor: Count of the slowest device at the start, at least 1.
@@ -56,9 +56,9 @@ class ElChe(Proportional[ElCheState]):
             least 1, or ``None`` for no bound.
         speed_hint: Known speeds, or ``None``. Either ``(slow_rank, ratio)``: the device
             ``slow_rank`` is the slowest and all others are ``ratio >= 1`` times as fast.
-            Or one relative speed per device, above 0, larger is faster. Or one per kind of
-            device, ``{"cpu": 1, "NVIDIA H200": 40}``, in a training step. A **tuple of two
-            that starts with an int** is always ``(slow_rank, ratio)``; write the speeds of
+            Or one relative speed per device, above 0, larger is faster. Or, in a training step,
+            one per kind of device: ``{"cpu": 1, "NVIDIA H200": 40}``. A **tuple of two that
+            starts with an int** is always ``(slow_rank, ratio)``; write the speeds of
             two devices as a list or with a float first: ``(1, 2.3)`` says that device 1 is
             the slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.
         rests: Whether devices of a kind may rest while the others are faster without them, see
@@ -167,13 +167,13 @@ class ElChe(Proportional[ElCheState]):
         return replace(after, ceiling=anchor)
 
     def check_state(self, state: ElCheState) -> None:
-        """Check that the anchor of a stored state is within ``max_anchor``.
+        """Check that the anchor of a stored state is at most ``max_anchor`` or ``anchor``.
 
         Args:
             state: The state.
 
         Raises:
-            ValueError: If it is larger.
+            ValueError: If it is larger than both.
 
         Examples:
             >>> ElChe().check_state(ElChe().init(2))
@@ -193,7 +193,7 @@ class ElChe(Proportional[ElCheState]):
             raised = min(anchor * overhead / self.overhead_target, COUNT_CEILING)
             anchor = max(round_up(raised), self.min_anchor)
         elif overhead < self.overhead_target / 2 and anchor > self.min_anchor:
-            # A tenth raises the overhead by a ninth: it stays below the target. With one less per
-            # window, 190 long windows would follow a short trouble with the exchange.
+            # A tenth less raises the overhead by a ninth: it stays below the target. With one less
+            # per window, 190 long windows would follow a brief disturbance of the exchange.
             anchor = max(anchor - max(1, anchor // 10), self.min_anchor)
         return min(anchor, self.max_anchor)

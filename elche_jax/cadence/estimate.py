@@ -15,12 +15,12 @@ from elche_jax.cadence.base import WindowReport
 FloatArray = NDArray[np.float64]
 Times = tuple[float | None, ...]
 
-# The bounds of the origin, flodl's cadence. `Scheduler` mends what they leave: after a threefold
+# The bounds are from flodl's cadence. `Scheduler` corrects what they leave: after a threefold
 # jump an estimate is 13 % too low, and then creeps, as a small error has a small weight.
 ALPHA_MIN = 0.1
 ALPHA_MAX = 0.8
 
-# A picosecond. No clock resolves less, so smaller times are no measurements, and 1 / ms
+# A picosecond. No clock resolves less, so smaller times are not measurements, and 1 / ms
 # cannot overflow.
 SHORTEST_MS = 1e-9
 
@@ -80,14 +80,14 @@ def update_ms(
         ms    = alpha * new + (1 - alpha) * old
 
     so that small noise is smoothed while a jump is followed at once. A window that the end of the
-    data cut short counts by its share of the planned microbatches: a pause of 10 ms is noise in
-    a window of 200 ms, and doubles the time of one of 10 ms. A device that was not measured (a
-    count or time of zero) keeps its estimate.
+    data cut short is weighted by its share of the planned microbatches: a pause of 10 ms is noise
+    in a window of 200 ms, but doubles the time of a window of 10 ms. A device that was not
+    measured (a count or time of zero) keeps its estimate.
 
     Args:
         ms_per_batch: Current estimates, milliseconds per microbatch, ``None`` (or NaN, in
             an array) for a device that was never measured.
-        report: The report of the window, with as many devices.
+        report: The report of the window, for the same number of devices.
 
     Returns:
         The new estimates, NaN for a device that was never measured.
@@ -98,7 +98,7 @@ def update_ms(
         >>> update_ms((10.0, None), WindowReport([60.0, 8.0], [4, 2], 0.0))
         array([12.5,  4. ])
 
-        The same in a window of a tenth of the microbatches planned.
+        The same in a window with a tenth of the planned microbatches.
 
         >>> update_ms((10.0, 4.0), WindowReport([60.0, 8.0], [4, 2], 0.0, share=0.1))
         array([10.25,  4.  ])
@@ -107,7 +107,7 @@ def update_ms(
     new = measured_ms(report)
     with np.errstate(over="ignore"):  # alpha is bounded
         alpha = np.minimum(np.maximum(np.abs(new - old) / old, ALPHA_MIN), ALPHA_MAX)
-    # Taken whole, a pause in 7 of 200 microbatches doubled a device's work in the next windows,
+    # At full weight, a pause in 7 of 200 microbatches doubled a device's work in the next windows,
     # which cost 4 to 8 % of a run.
     return smoothed(old, new, alpha * report.share)
 

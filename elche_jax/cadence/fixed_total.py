@@ -19,17 +19,17 @@ from elche_jax.cadence.estimate import (
 from elche_jax.cadence.state import State
 
 MIN_GAIN = 0.02
-"""Share of a window's time that another split must save to replace the current one."""
+"""Share of a window's time that a different split must save to replace the current one."""
 
 SUDDEN = 2.0
-"""Ratio of a time to its estimate, or the other way round, above which it may be a pause."""
+"""Ratio of a time to its estimate, or of the estimate to it, above which it may be a pause."""
 
-# reports, of which there is one for six windows in a long run: about 100 windows
+# in reports; a long run has one for six windows, so this is about 100 windows
 RETRY_AFTER = 16
-"""Reports without work after which a device is tried again; then whenever they have doubled."""
+"""Reports without work after which a device is tried again, and again whenever they double."""
 
 TRY_COST = 0.05
-"""Share of the time since a device had work that one microbatch of it may take to try it again."""
+"""Largest share of the time since a device last had work that a microbatch to try it may take."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FixedTotalState(State):
 
     counts: tuple[int, ...]
     ms_per_batch: Times
-    # states that were saved before devices were tried again go on without, see `State`
+    # states saved before devices were tried again get the default, see `State`
     idle: tuple[int, ...] = field(default=(), kw_only=True, metadata={"low": 0})
 
 
@@ -59,7 +59,7 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
     exactly (see `elche_jax.cadence.apportion.apportion`), with times smoothed as in
     `elche_jax.cadence.estimate.update_ms`.
 
-    - The current split stays unless another one ends the window more than 2 % sooner, so
+    - The current split stays unless a different one ends the window more than 2 % sooner, so
       that noise does not move counts back and forth.
     - The split also stays until every device has been measured. If an unmeasured device
       has no microbatch in it (``total`` is below the number of devices), the next window
@@ -67,10 +67,11 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
       and the rest to the measured ones. All devices are thus measured after
       ``ceil(devices / total)`` windows.
     - A device too slow for any microbatch keeps its last estimate. It is tried again, with one
-      microbatch, after 16 reports, 32, 64 and so on, as soon as that takes at most 5 % of the
-      time since then, and after `recalibrate`. It keeps one microbatch as long as its times are
-      more than twice its estimate, or less than half of it: a single pause is no reason to
-      leave it without work.
+      microbatch, after 16, 32, 64, ... reports, if the microbatch takes at most 5 % of the time
+      since the device last had work, and after `recalibrate`.
+    - A device that would lose all its work keeps one microbatch as long as its times are more
+      than twice its estimate, or less than half of it: a single pause is no reason to leave it
+      without work.
     - Verdicts have no effect, as the total is constant.
 
     Attributes:
@@ -105,19 +106,19 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         now = np.array(state.counts, dtype=np.int64)
         idle = np.array(state.idle or (0,) * len(now), dtype=np.int64)
         ms, measured = update_ms(state.ms_per_batch, report), measured_ms(report)
-        # of a device that is tried again the last estimate is long ago
+        # the last estimate of a device that is tried again is outdated
         ms = np.where((idle > 0) & ~np.isnan(measured), measured, ms)
         unknown = np.isnan(ms)
         if unknown.any():
-            # with work in the plan, and yet not measured: the end of the data cut the window short
+            # planned work, but no measurement: the end of the data cut the window short
             planned = (now[unknown] > 0).all() or unknown.all()
             counts = now if planned else self._with_one(now, unknown, ms)
         else:
             counts = split(self.total, ms)
-            # a time that the estimate does not explain; false where one of them is not known
+            # a time that the estimate does not explain; false where either is unknown
             old = as_array(state.ms_per_batch)
             sudden = (measured > SUDDEN * old) | (old > SUDDEN * measured)
-            # of a device that is tried again the old estimate explains nothing
+            # the old estimate of a device that is tried again explains nothing
             kept = sudden & (idle == 0) & (now > 0) & (counts == 0)
             counts = self._with_one(counts, kept, ms)
             # the first split by measured times replaces a guess, however little it gains
@@ -136,7 +137,7 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
     def _due(
         self, idle: NDArray[np.int64], ms: FloatArray, window_ms: float
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which devices are tried again, and which in the next window, for lack of work."""
+        """Return which devices are tried now, and which at the next report, for lack of work."""
         due = (idle >= RETRY_AFTER) & (idle & (idle - 1) == 0)
         due &= ms <= TRY_COST * idle * window_ms
         later = np.zeros_like(due)
@@ -146,7 +147,7 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
     def _with_one(
         self, counts: NDArray[np.int64], who: NDArray[np.bool_], ms: FloatArray
     ) -> NDArray[np.int64]:
-        """Return the split with one microbatch for each of these devices, at most the total."""
+        """Return the split with one microbatch for each of these devices, up to the total."""
         if not who.any():
             return counts
         counts = np.zeros_like(counts)
@@ -156,11 +157,11 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         return counts
 
     def without(self, state: FixedTotalState, ranks: Collection[int]) -> FixedTotalState:
-        """Return the state for the devices that are left, which share out the same total.
+        """Return the state for the remaining devices, which share the same total.
 
         Args:
             state: The current state; it is not modified.
-            ranks: Ranks of the devices that are lost, not all of them.
+            ranks: Ranks of the lost devices; at least one device remains.
 
         Examples:
             >>> FixedTotal(6).without(FixedTotalState((1, 2, 3), (6.0, 3.0, 2.0)), [2]).counts

@@ -1,4 +1,4 @@
-"""Guards: verdicts on how far the devices drift apart, passed to the cadence.
+"""Guards: verdicts on how far the devices drift apart, for the cadence.
 
 A guard is an object with one method, `verdict(history) -> Verdict`, where `history` holds
 the `Divergence` of the last windows, oldest first. It is called once per window and keeps
@@ -21,7 +21,7 @@ LEVEL_AFTER = 3
 """Windows needed to tell that the divergence is level."""
 
 LEVEL_SLACK = 1.1
-"""Largest ratio of the last of these distances to the first."""
+"""Largest ratio of the last of these windows' distances to the first that counts as level."""
 
 
 @runtime_checkable
@@ -45,7 +45,7 @@ class Guard(Protocol):
 
 @dataclass(frozen=True)
 class NoGuard:
-    """Guard without objections: only the cadence's own rule limits the anchor.
+    """Guard that never objects: only the cadence's own rule limits the anchor.
 
     Examples:
         >>> NoGuard().verdict([])
@@ -138,8 +138,8 @@ class LevelGuard(check.CheckedFields):
 def is_level(history: Sequence[Divergence]) -> bool:
     """Return whether the last windows show that the divergence does not rise.
 
-    This takes three windows with a distance each, of which the last is at most a tenth above
-    the first. Without them there is no evidence.
+    This takes three windows with known distances, the last at most a tenth above the first.
+    With fewer, there is no evidence.
 
     Examples:
         >>> from elche_jax.cadence.guards import is_level

@@ -1,8 +1,8 @@
 """The forms of a speed hint, for `ElChe` and `Balanced`.
 
 ``(slow_rank, ratio)``: one device is the slowest, all others are ``ratio`` times as fast.
-Or one relative speed per device. Or one per kind of device, which is its ``device_kind``, or
-the name of the backend where several have devices of one kind.
+Or one relative speed per device. Or one per kind of device: its ``device_kind``, or the name
+of its backend if several backends have devices of that kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +29,12 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...] | dict[str, float]
 
     Args:
         where: The class the user called, for the message.
-        hint: ``(slow_rank, ratio)``, which a **tuple of two that starts with an int** always
-            means; or a sequence or array with one speed per device; or a mapping of kinds to
-            speeds; or ``None``.
+        hint: ``(slow_rank, ratio)``, which is what a **tuple of two that starts with an int**
+            always means; or a sequence or array with one speed per device; or a mapping of
+            kinds to speeds; or ``None``.
 
     Returns:
-        ``(int, float)``, a tuple of floats or a dict, which is itself a hint of the same
-        meaning; or ``None``.
+        A hint with the same meaning: ``(int, float)``, a tuple of floats, a dict or ``None``.
 
     Raises:
         TypeError: If the hint is neither a sequence nor a mapping, or an entry not a number.
@@ -90,7 +89,7 @@ def speeds_of_kinds(where: str, hint: Mapping[str, float], kinds: Sequence[str])
         kinds: The kind of every device.
 
     Raises:
-        ValueError: If a kind of the hint is not there, or one of the devices' is missing.
+        ValueError: If the hint has a kind that no device is of, or lacks a device's kind.
 
     Examples:
         >>> speeds_of_kinds("ElChe", {"cpu": 1, "L4": 9}, ["L4", "L4", "cpu"])
@@ -118,10 +117,10 @@ def hinted_speeds(where: str, hint: SpeedHint | None, world_size: int) -> tuple[
 
     Returns:
         One speed per device, above 0, larger is faster; only the ratios matter. Without a
-        hint all are equal.
+        hint, all speeds are equal.
 
     Raises:
-        ValueError: If the hint is for another number of devices, or by kind.
+        ValueError: If the hint is for a different number of devices, or by kind.
 
     Examples:
         >>> hinted_speeds("ElChe.init", (1, 2.3), world_size=3)
@@ -135,7 +134,7 @@ def hinted_speeds(where: str, hint: SpeedHint | None, world_size: int) -> tuple[
         rule = "be one speed per device where the kinds of the devices are not known"
         todo = "build_train_step knows them; or call cadence.for_kinds."
         raise ValueError(check.message(where, "speed_hint", rule, dict(hint), todo))
-    # checked speeds are floats, so that an int in front is a rank
+    # checked speeds are floats, so a leading int is a rank
     if len(hint) != 2 or not isinstance(hint[0], int):
         check.per_device(where, "speed_hint", len(hint), world_size)
         return tuple(hint)

@@ -1,4 +1,4 @@
-"""PostLocal: synchronise after every microbatch at first, after windows of local steps later."""
+"""PostLocal: synchronise after every microbatch at first, later after windows of local steps."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +13,8 @@ class PostLocal(AnchorRule[AnchorRuleState]):
     The first ``switch`` windows are one microbatch on every device, whatever their speeds.
     With SGD this is equivalent to combining gradients, also with momentum under
     ``optimizer_state="average"``. Later windows have ``anchor`` microbatches on the slowest
-    device and more on the others. In training, windows are planned one ahead, so that one
-    window more has one microbatch.
+    device and more on the others. In training, windows are planned one ahead, so one more
+    window has one microbatch per device.
 
     Attributes:
         switch: Windows before the switch, at least 0.

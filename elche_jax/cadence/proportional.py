@@ -1,4 +1,4 @@
-"""Counts in proportion to speed: the base of `ElChe`, and that of the rules for the anchor."""
+"""Counts in proportion to speed: the base classes of `ElChe` and of the rules for the anchor."""
 
 import math
 from abc import abstractmethod
@@ -30,15 +30,15 @@ class ElCheState(State):
         calibrated: Whether the counts follow measured times: true from the first update in
             which every device has an estimate.
         ceiling: Upper bound on the anchor after a *nudge down*, or 0 for no bound. It rises
-            by 1 with every stable window and is lifted once less is asked for, or a rise
-            stays below it.
+            by 1 with every stable window and is lifted once the rule asks for a smaller anchor,
+            or for a larger one within the bound.
     """
 
     anchor: int
     counts: tuple[int, ...]
     ms_per_batch: Times
     calibrated: bool
-    # states of `ElChe` that were saved before it had a ceiling go on without, see `State`
+    # states of `ElChe` saved before it had a ceiling get the default, see `State`
     ceiling: int = field(default=0, kw_only=True, metadata={"low": 0})
 
     @property
@@ -83,7 +83,7 @@ def limited(state: ElCheState, wanted: int, verdict: Verdict) -> tuple[int, int]
     """Return the anchor and the ceiling that a verdict allows.
 
     Args:
-        state: The state before.
+        state: The current state.
         wanted: The anchor that the cadence's rule asks for.
         verdict: The guard's verdict.
     """
@@ -94,7 +94,7 @@ def limited(state: ElCheState, wanted: int, verdict: Verdict) -> tuple[int, int]
         return min(wanted, state.anchor), state.ceiling
     ceiling = state.ceiling + 1 if state.ceiling else 0
     if not ceiling or wanted <= ceiling:
-        # on target: the next window, which may ask for much more, is bounded as well
+        # on target: the bound stays, as the next window may ask for much more
         return wanted, ceiling if wanted == state.anchor else 0
     return ceiling, ceiling
 
@@ -103,11 +103,12 @@ def fitting(state: ElCheState, anchor: int, ms: FloatArray) -> FloatArray:
     """Return the counts that fit an anchor and times, as whole numbers of at least 1.
 
     Args:
-        state: Its counts keep their proportions if a device was never measured.
+        state: The current state; its counts keep their proportions if a device was never
+            measured.
         anchor: Count of the slowest device.
         ms: Milliseconds per microbatch, NaN for a device that was never measured.
     """
-    slow_ms = ms.max()  # NaN as soon as one device was never measured
+    slow_ms = ms.max()  # NaN if any device was never measured
     with np.errstate(over="ignore"):
         if math.isnan(slow_ms):
             ideal = np.array(state.counts, dtype=np.float64) * (anchor / state.anchor)
@@ -168,7 +169,7 @@ class Proportional(CheckedCadence[S]):
         return replace(state, anchor=anchor, counts=counts, ms_per_batch=times, calibrated=known)
 
     def aim(self, state: S) -> tuple[int, ...]:
-        """Return the counts that fit the anchor, to which ``max_batch_diff`` lets them come.
+        """Return the counts that fit the anchor, without the bound ``max_batch_diff``.
 
         Examples:
             >>> from elche_jax.cadence import ElChe

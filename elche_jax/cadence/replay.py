@@ -21,7 +21,7 @@ class ReplayState(State):
 
     Attributes:
         next_counts: Counts of the next window, empty after the last one.
-        window: Index of the next window, counted from 0.
+        window: Index of the next window, from 0.
         world_size: Number of devices.
     """
 
@@ -52,8 +52,8 @@ class Replay(CheckedCadence[ReplayState]):
 
     Attributes:
         counts_per_window: Counts of each window, one entry per device, not negative. A device
-            may have 0, but not all devices in the same window. A recording of one device is
-            allowed.
+            may have 0, but not all devices in the same window. The recording may be of one
+            device.
 
     Raises:
         TypeError: If a count is not an integer.

@@ -1,10 +1,10 @@
-"""Rest: tries out whether a job is faster without some of its devices, and lets them rest.
+"""Rest: tests whether a job is faster without some of its devices, and if so lets them rest.
 
-A device costs what the others wait for its contribution, and whatever it shares with them: memory
-bandwidth, a power budget, the cores of a host. Only a trial shows the second. In a trial, blocks
-of windows with the devices and without them alternate, and every second pair of blocks in the other
-order, so that the drift of a machine's speed cancels. If no other devices work, the trial is of
-those that rest in place of these.
+A device costs the others the time that they wait for its contribution, and whatever they share
+with it: memory bandwidth, a power budget, the cores of a host. Only a trial shows the latter. A
+trial alternates blocks of windows with and without the devices, in reversed order in every second
+pair of blocks, so that a drift of the machine's speed cancels. If no other devices work, the trial
+replaces these devices by those that rest.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from elche_jax import _check as check
 from elche_jax.cadence.window import WindowRecord
 
 CLEAR = 1.25
-"""Ratio of two speeds after which a trial ends that would change nothing."""
+"""Ratio of two speeds beyond which a trial that would change nothing ends early."""
 
 FULL = 0.8
-"""Share below which a window says nothing: of the planned microbatches, see `WindowRecord`, and
-of the largest window. In epochs shorter than a plan no window has what was planned."""
+"""Share below which a window says nothing, both of the planned microbatches (see `WindowRecord`)
+and of the largest window. In epochs shorter than a plan, no window has all that was planned."""
 
 PATIENCE = 10
-"""Times the length of a block after which a trial ends in which that many windows say nothing."""
+"""Multiple of a block's length: a trial ends after that many windows of a block say nothing."""
 
 GROWTH = 1.25
-"""Growth of windows after which the next trial waits: short windows say nothing of long ones."""
+"""Growth of windows that delays the next trial: short windows say nothing about long ones."""
 
 SHARE = 0.005
 """Share of the work that trials may cost in the long run."""
@@ -33,14 +33,14 @@ SHARE = 0.005
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that has begun.
+    """A trial in progress.
 
     Attributes:
-        rests: Whether the devices rest in the present block.
-        block: Microbatches per millisecond of the block's windows so far.
-        speeds: Speeds of the blocks before it: a pair without and with the devices, a pair with
-            and without them, and so on; the first block is the one that differs from before.
-        other: Windows so far in which the devices were not as before the trial.
+        rests: Whether the devices rest in the current block.
+        block: Microbatches per millisecond of each window of the block so far.
+        speeds: Speeds of the previous blocks, in pairs: changed and as before the trial, as before
+            and changed, and so on.
+        other: Windows of changed blocks so far.
         ignored: Windows since the block began that say nothing about it.
     """
 
@@ -60,11 +60,11 @@ class RestState:
         waits: For each group, steady windows until its next trial.
         pauses: For each group, windows from its last trial to its next one.
         trials: For each group, the number of its trials so far.
-        group: The group that was tried last, or is tried now.
-        trial: The trial; None between two.
-        gain: Speed without the group that was tried last over the speed with it; None
-            before the first trial.
-        largest: Microbatches of the window that windows have not grown beyond since.
+        group: The group that was tried last or is being tried.
+        trial: The trial in progress, or None.
+        gain: Speed without the group that was tried last, divided by the speed with it; None
+            before the first trial with a result. A trial without one leaves it as it is.
+        largest: Microbatches of the largest window, not updated for growth of up to a quarter.
     """
 
     resting: tuple[bool, ...]
@@ -86,32 +86,34 @@ class Rest(check.CheckedFields):
 
         gain = median of v without the devices / v with them
 
-    the devices rest if ``gain > 1 + margin``, and work if ``gain < 1 - margin``; in between they
-    stay as they are. A pair beyond a ratio of 1.25 ends the trial if nothing would change. After a
-    trial that changed nothing, the group's pause doubles, and is so long that trials cost at most
-    0.5 % of the work in the long run, unless it reached its bound.
+    the devices rest if ``gain > 1 + margin``, and work if ``gain < 1 - margin``; in between nothing
+    changes. If all pairs are in favour of no change, a pair with a ratio above 1.25 ends the trial
+    early. After a trial that changed nothing, the group's pause at least doubles, and is long
+    enough for trials to cost at most 0.5 % of the work in the long run, unless it reaches its
+    bound ``longest``.
 
-    The group with the least work is tried first. One group always works: in the trial of the last
-    one, all others work.
+    The group with the least work is tried first. At least one group always works: while the last
+    working group is tried, all others work.
 
     Attributes:
         groups: Ranks of the devices that rest together, at least two groups. Every device of the
-            job is in one of them.
-        first: Steady windows before the first trial of a run, at least 1, and after windows have
-            grown by a quarter, as they do until the exchange takes a small share of them.
+            job is in exactly one of them.
+        first: Steady windows before the first trial of a run, at least 1. Trials also wait that
+            long after windows have grown by more than a quarter, as they do until the exchange
+            takes a small share of them.
         pause: Steady windows after a trial that changed something, at least 1.
         longest: Largest pause, at least ``pause``.
-        windows: Windows of a block that count, at least 1. One before them does not.
+        windows: Windows of a block that count, at least 1; one more before them does not.
         pairs: Pairs of blocks in a trial, at least 1; an even number cancels drift.
-        margin: Smallest gain that counts, at least 0.
+        margin: Smallest relative gain that counts, at least 0.
 
     Raises:
         TypeError: If a rank or a number is of the wrong type.
-        ValueError: If there are less than two groups, a group is empty, the ranks are not those
-            from 0 on with each in one group, or a number is out of range.
+        ValueError: If there are fewer than two groups, a group is empty, the groups do not hold
+            each rank from 0 on exactly once, or a number is out of range.
 
     Examples:
-        Two devices share a core, so that one is as fast as both:
+        Two devices share a core, so that one alone is faster than both:
 
         >>> rest = Rest(groups=((0,), (1,)), first=1, windows=1, pairs=1)
         >>> state = rest.init(2)
@@ -125,7 +127,7 @@ class Rest(check.CheckedFields):
     """
 
     groups: tuple[tuple[int, ...], ...]
-    # after 10, tried at first, the exchange still took half of a window: all seemed indispensable
+    # with 10, the exchange still took half of a window, and every device seemed indispensable
     first: int = field(default=20, metadata={"low": 1})
     pause: int = field(default=100, metadata={"low": 1})
     longest: int = field(default=3200, metadata={"low": 1})
@@ -153,7 +155,7 @@ class Rest(check.CheckedFields):
         """Return the state before the first window: all devices work.
 
         Raises:
-            ValueError: If these are not the devices of the groups.
+            ValueError: If the groups are of a different number of devices.
         """
         size = len(self.groups)
         if world_size != self.world_size:
@@ -162,13 +164,13 @@ class Rest(check.CheckedFields):
         return RestState((False,) * size, (self.first,) * size, (self.pause,) * size, (0,) * size)
 
     def begin(self, state: RestState) -> RestState:
-        """Return the state at the start of a run, whose windows say nothing of the last one's."""
+        """Return the state at the start of a run, without the last run's trial and window size."""
         return self._waiting(replace(state, trial=None, largest=0))
 
     def plan(self, state: RestState, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the counts with 0 for devices that rest, or that a trial goes without.
+        """Return the counts with 0 for devices that rest or that a trial leaves out.
 
-        If no work were left, all devices keep theirs.
+        If no work would be left, all devices keep theirs.
 
         Raises:
             TypeError: If a count is not an integer.
@@ -181,15 +183,17 @@ class Rest(check.CheckedFields):
         for ranks, rests in zip(self.groups, resting, strict=True):
             for rank in ranks if rests else ():
                 left[rank] = 0
-        # a cadence may have nothing for the others, and a window needs some work
+        # a cadence may have no work for the others, and a window needs some
         return tuple(left) if any(left) else tuple(counts)
 
     def update(self, state: RestState, record: WindowRecord) -> RestState:
-        """Return the state after a window. Windows whose times say nothing change nothing.
+        """Return the state after a window.
+
+        Windows whose times say nothing are ignored, but too many of them may end a trial.
 
         Raises:
             TypeError: If the record is not a `WindowRecord`.
-            ValueError: If it is one of other devices.
+            ValueError: If it is for a different number of devices.
         """
         where = "Rest.update"
         check.instance(where, "record", record, WindowRecord)
@@ -200,7 +204,7 @@ class Rest(check.CheckedFields):
             return state
         if state.trial is not None:
             idle = not any(record.counts[rank] for rank in self.groups[state.group])
-            # the second: planned before the block began
+            # the second condition: the window was planned before the block began
             if cut_short or idle != state.trial.rests:
                 return self._ignored(state, state.trial)
             return self._continued(state, state.trial, record)
@@ -213,17 +217,17 @@ class Rest(check.CheckedFields):
             return state
         work = [sum(record.counts[rank] for rank in ranks) for ranks in self.groups]
         due = [group for group, wait in enumerate(state.waits) if not wait]
-        # by trials first, else the group with the least work would go before the others every time
+        # by trials first, or the group with the least work would go before the others every time
         group = min(due, key=lambda group: (state.trials[group], work[group]))
         return replace(state, group=group, trial=Trial(not state.resting[group]))
 
     def _waiting(self, state: RestState) -> RestState:
-        """Return the state with no trial before windows have settled."""
+        """Return the state with trials delayed until windows have settled."""
         return replace(state, waits=tuple(max(self.first, wait) for wait in state.waits))
 
     def _ignored(self, state: RestState, trial: Trial) -> RestState:
         """Count a window that says nothing; too many of them end the trial without a result."""
-        # windows of one kind may all be cut short: the trial would never end
+        # all windows of a block may be cut short: the trial would never end
         if trial.ignored < PATIENCE * (self.windows + 1):
             return replace(state, trial=replace(trial, ignored=trial.ignored + 1))
         return self._paused(state, min(2 * state.pauses[state.group], self.longest))
@@ -234,14 +238,14 @@ class Rest(check.CheckedFields):
         trial = replace(trial, block=block, other=trial.other + (trial.rests != rested))
         if len(block) <= self.windows:
             return replace(state, trial=trial)
-        # in the first one, devices fall asleep or wake up
+        # in a block's first window, devices fall asleep or wake up
         speeds = (*trial.speeds, median(block[1:]))
         gains = _gains(speeds, rested)
         kept = [gain if rested else 1 / gain for gain in gains]  # above 1: better as before
-        # every pair must agree: a clear one that was disturbed must not overrule the others
+        # every pair must agree: a disturbed pair, however clear, must not overrule the others
         settles = len(speeds) % 2 == 0 and min(kept) > 1 and kept[-1] > CLEAR
         if len(gains) == self.pairs or settles:
-            # a median, as a checkpoint that is written or another process disturbs one pair
+            # a median, as writing a checkpoint or another process may disturb one pair
             return self._decided(state, trial, median(gains))
         # off on, on off, off on, ...: two blocks in a row are alike
         rests = not trial.rests if len(speeds) % 2 else trial.rests
@@ -252,11 +256,11 @@ class Rest(check.CheckedFields):
         rests = gain > 1 + self.margin or (rested and gain >= 1 - self.margin)
         state = replace(state, gain=gain)
         if rests == rested:
-            # what a trial loses in the windows of the worse half; the groups' trials add up
+            # what a trial loses in the worse half of its windows; the trials of all groups add up
             lost = trial.other * (1 - min(gain, 1 / gain)) * len(self.groups)
             pause = max(2 * state.pauses[group], round(lost / SHARE))
             return self._paused(state, min(pause, self.longest))
-        # what was found out about the others says nothing of them now
+        # what was found out about the other groups is no longer valid
         pauses = (self.pause,) * len(self.groups)
         state = replace(state, resting=_with(state, rests), pauses=pauses, waits=pauses)
         return self._paused(state, self.pause)
@@ -272,20 +276,20 @@ class Rest(check.CheckedFields):
 
 
 def _with(state: RestState, rests: bool) -> tuple[bool, ...]:
-    """Return which groups rest if the one that is tried rests or works: never all."""
+    """Return which groups rest if the group that is tried rests or works; never all."""
     resting = [*state.resting[: state.group], rests, *state.resting[state.group + 1 :]]
     if all(resting):
-        # in place of all others: of two groups every choice is then one trial away
+        # all others work in its place: with two groups, every choice is then one trial away
         resting = [group == state.group for group in range(len(resting))]
     return tuple(resting)
 
 
 def _gains(speeds: Sequence[float], rested: bool) -> list[float]:
-    """Return for every pair of blocks the speed without the devices over that with them."""
+    """Return, for every pair of blocks, the speed without the devices divided by that with them."""
     gains = []
     for at in range(0, len(speeds) - 1, 2):
         changed, as_before = speeds[at : at + 2]
-        if at % 4:  # the other order
+        if at % 4:  # reversed order
             changed, as_before = as_before, changed
         gains.append(as_before / changed if rested else changed / as_before)
     return gains

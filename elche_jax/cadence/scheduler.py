@@ -15,16 +15,16 @@ from elche_jax.cadence.estimate import as_times, measured_ms, update_ms
 from elche_jax.cadence.shift import Shift, ShiftState
 from elche_jax.cadence.state import State
 
-# after 8 reports: errors below 10 % shrink by a tenth with each, so less than half is left
+# 8: errors below 10 % shrink by a tenth with each report, so less than half of them is left
 REPLAN_AFTER = 8
 """Number of reports of one plan after which its counts are fitted to the estimates."""
 
-# 3: with 5 a lasting change is answered a window later, and two odd windows in five are rare
+# 3: with 5 a lasting change takes effect a window later, and two odd windows in five are rare
 SYNC_REPORTS = 3
-"""Number of known costs whose median is the cost of a synchronisation."""
+"""Number of last known costs whose median is taken as the cost of a synchronisation."""
 
 PAUSE = 4.0
-"""Ratio of a time to its estimate above which one window alone says nothing of the speed."""
+"""Ratio of a time to its estimate above which one window alone says nothing about the speed."""
 
 ON_TARGET = 0.75
 """Share of the target at which `ElChe` leaves the anchor as it is: between a half and 1."""
@@ -38,7 +38,7 @@ class SchedulerState:
         cadence: State of the cadence.
         shift: State of the shift detector, or ``None`` without one.
         shifts: Number of shifts detected so far.
-        settled: Whether a window that ran a plan made from measured times was reported.
+        settled: Whether a window that ran a plan made from measured times has been reported.
         agreed: Number of reports of the current plan since its counts last changed or were
             fitted to the estimates.
         sync_ms: The last known costs of a synchronisation in milliseconds, at most
@@ -89,23 +89,23 @@ class Scheduler:
     or any other with ``estimates``):
 
     - The first report of a window that ran a plan made from measured times replaces the
-      estimates. These came from a short window of equal counts, whose times include one-time
-      costs of a program; within the dead zone the error would never be corrected.
+      estimates. Those came from a short window of equal counts, whose times include one-time
+      costs of a program; within the dead zone, their error would never be corrected.
     - After a confirmed shift of a device's speed the cadence forgets its estimates, and the
       current report replaces them.
     - A device that took more than four times its estimate, and whose times do not vary
-      otherwise, keeps the estimate for one report: with a pause of one window taken as its
+      otherwise, keeps the estimate for one report: if a pause of one window were taken as its
       speed, the others would get windows that are many times too long.
-    - A report whose counts differ from those that plans aim at (of a window cut short by the end
-      of the data, planned before the last change, or held back by ``max_batch_diff``) says
-      nothing about their overhead. Its ``sync_ms`` is rescaled to their busy time, see
-      `rescale_sync`; otherwise the last window of every epoch would raise the anchor.
-    - The cost of a synchronisation is the median of the last three that are known (of two, the
-      smaller one); before, the overhead counts as on target. One that took ten times as long, as
-      a process was not scheduled, would otherwise multiply the anchor, which then falls by a
-      tenth per window.
-    - Counts that did not change for `REPLAN_AFTER` reports are fitted to the estimates, which
-      are steady by then: within the dead zone an imbalance of up to 10 % would remain.
+    - A report whose counts differ from those that plans aim at (as the window was cut short by
+      the end of the data, planned before the last change, or held back by ``max_batch_diff``)
+      says nothing about the overhead of these plans. Its ``sync_ms`` is rescaled to their busy
+      time, see `rescale_sync`; otherwise the last window of every epoch would raise the anchor.
+    - The cost of a synchronisation is the median of the last three known costs (of two, the
+      smaller one); until two are known, the overhead counts as on target. A cost ten times as
+      high, because a process was not scheduled, would otherwise multiply the anchor, which then
+      falls by only a tenth per window.
+    - Counts that have not changed for `REPLAN_AFTER` reports are fitted to the estimates, which
+      are steady by then: within the dead zone, an imbalance of up to 10 % would remain.
 
     Attributes:
         cadence: The rule for the counts.
@@ -147,7 +147,7 @@ class Scheduler:
         """
         cadence = self._checked("init", self.cadence.init(world_size))
         if isinstance(cadence, State):
-            cadence.to_dict()  # now, not when the first checkpoint is written
+            cadence.to_dict()  # raises now, not when the first checkpoint is written
         return SchedulerState(cadence, self.shift and self.shift.init(world_size))
 
     def plan(self, state: SchedulerState, window: int | None = None) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Scheduler:
 
         Args:
             state: The state.
-            window: Index of the window to plan, counted from 0 over the whole run. Only a
+            window: Index of the window to plan, from 0 over the whole run. Only a
                 scripted cadence (`Replay`) uses it; its counts then do not depend on when
                 reports arrive. ``None``: one window per report.
 
@@ -190,14 +190,14 @@ class Scheduler:
                 window for the cadence but changes no estimate.
             verdict: The guard's verdict.
             cost_known: Whether ``sync_ms`` says anything about later windows. If not, the
-                overhead counts as on target: the anchor neither rises nor falls by it.
+                overhead counts as on target: the anchor neither rises nor falls because of it.
 
         Returns:
             The next state.
 
         Raises:
-            TypeError: If the report or the verdict is of another class.
-            ValueError: If the report has another number of devices.
+            TypeError: If the report or the verdict is of the wrong class.
+            ValueError: If the report is for a different number of devices.
 
         Examples:
             A device becomes three times slower. The second slow window confirms the
@@ -223,7 +223,7 @@ class Scheduler:
             shift, shifted = self.shift.update(shift, before.ms_per_batch, measured)
         of_plan = report.counts == planned
         measured_plan = of_plan and None not in before.ms_per_batch
-        # the second: a fleet of 5, 5, 10 and 20 ms kept counts of (40, 37, 20, 10) without it
+        # the second condition: without it, devices of 5, 5, 10 and 20 ms kept (40, 37, 20, 10)
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)  # the report is then taken as is
         elif self.shift is not None and shift is not None:
@@ -248,10 +248,10 @@ class Scheduler:
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed, costs)
 
     def learn(self, state: SchedulerState, report: WindowReport) -> SchedulerState:
-        """Return the state after times of a window that the cadence was updated with before.
+        """Return the state updated with times that a window's update did not have.
 
-        Only the estimates of a cadence that has them change, and the counts that follow from them;
-        any other one says itself what changes (`Cadence.learn`).
+        If the cadence keeps estimates, only they change, and the counts that follow from them;
+        otherwise `Cadence.learn` decides what changes.
 
         Args:
             state: The current state; it is not modified.
@@ -272,11 +272,11 @@ class Scheduler:
         return replace(state, cadence=self._checked("replan", cadence), agreed=0)
 
     def without(self, state: SchedulerState, ranks: Collection[int]) -> SchedulerState:
-        """Return the state for the devices that are left when some are lost.
+        """Return the state for the remaining devices after some are lost.
 
         Args:
             state: The current state; it is not modified.
-            ranks: Ranks of the devices that are lost, not all of them.
+            ranks: Ranks of the lost devices; at least one device remains.
 
         Examples:
             >>> from elche_jax.cadence import EveryBatch
@@ -289,7 +289,7 @@ class Scheduler:
         return replace(state, cadence=cadence, shift=shift, agreed=0)
 
     def _checked(self, method: str, state: Any) -> Any:
-        """Return a state made by the cadence, after checking that it has the attributes needed."""
+        """Return a state made by the cadence, after checking for the required attributes."""
         needed = ["counts", "ms_per_batch"][: 1 + self.cadence.estimates]
         for name in needed:
             # hasattr would evaluate the counts of a replay, which raises at its end
@@ -306,11 +306,11 @@ class Scheduler:
                 JSON.
 
         Returns:
-            The equal state.
+            A state equal to the original.
 
         Raises:
             TypeError: If the cadence has no ``state_type``, or a cost is not a number.
-            ValueError: If the keys are wrong, as in the state of another cadence, if a cost is
+            ValueError: If the keys are wrong, as in the state of a different cadence, if a cost is
                 below 0 or there are too many, if the cadence's ``check_state`` rejects the state,
                 or if only one of the state and this scheduler has a shift detector.
 
@@ -323,7 +323,7 @@ class Scheduler:
         """
         where = "Scheduler.from_dict"
         names = sorted(field.name for field in fields(SchedulerState))
-        # states that were saved before costs were kept go on without
+        # states saved before costs were kept lack them
         if sorted({"sync_ms", *values}) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
@@ -351,12 +351,12 @@ class Scheduler:
 
 
 def without_pauses(report: WindowReport, ms_per_batch: Sequence[float | None]) -> WindowReport:
-    """Return the report with the expected time of devices that took much longer.
+    """Return the report with the expected time for devices that took much longer.
 
     Args:
         report: The measurements.
-        ms_per_batch: The estimates without it, milliseconds per microbatch; None of a device
-            whose time is taken as it is.
+        ms_per_batch: The estimates without this report, in milliseconds per microbatch; None
+            for a device whose time is kept.
 
     Examples:
         >>> report = WindowReport((500.0, 30.0), (10, 10), sync_ms=1.0)
@@ -376,8 +376,8 @@ def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport
     """Return the report with ``sync_ms`` rescaled to another plan.
 
     The cost of a synchronisation does not depend on the counts, but the busy time does.
-    ``wall_ms * planned / counts`` is the busy time that each device would have had, so that
-    with ``sync_ms`` replaced by::
+    ``wall_ms * planned / counts`` is the busy time that each device would have had. With
+    ``sync_ms`` replaced by::
 
         sync_ms * max(wall_ms) / max(wall_ms * planned / counts)
 
@@ -386,13 +386,13 @@ def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport
 
     Args:
         report: The measurements.
-        planned: The current plan, one entry per device.
+        planned: The counts of the plan, one entry per device.
 
     Returns:
         The report by which to judge the overhead.
 
     Examples:
-        5 ms are 5 % of a full window of 100 ms, not 25 % as in a rest of 20 ms.
+        5 ms are 5 % of a full window of 100 ms, not 25 % as in a last window of 20 ms.
 
         >>> report = WindowReport((20.0, 20.0), (2, 4), sync_ms=5.0)
         >>> rescale_sync(report, planned=(10, 20)).sync_ms

@@ -2,8 +2,8 @@
 
 The smoothed estimate corrects at most 0.8 of its error per window, and less the closer it
 gets, so after a threefold slow-down the last few percent take many windows. A deviation in
-several consecutive windows, of more than the device's times vary anyway, is not noise: it is
-then better to forget the estimates (a cadence's ``recalibrate``) and measure again.
+several consecutive windows that exceeds the usual variation of the device's times is not noise:
+it is then better to forget the estimates (a cadence's ``recalibrate``) and measure again.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class ShiftState(State):
     """
 
     runs: tuple[int, ...]
-    # states that were saved before deviations were kept go on without, see `State`
+    # states saved before deviations were kept get the default, see `State`
     deviations: tuple[float, ...] = field(default=(), metadata={"low": 0})
 
 
 MOST_NOISE = 0.5
-"""Relative deviation that counts however much a device's times vary."""
+"""Relative deviation beyond which a window deviates, however much a device's times vary."""
 
 SMOOTHING = 0.1
 """Weight of a window in the smoothed deviation."""
@@ -50,8 +50,8 @@ class Shift(check.CheckedFields):
     Attributes:
         threshold: Smallest relative deviation that counts, above 0.
         confirm: Number of consecutive deviations that make a shift, at least 1.
-        noise: Smoothed deviations that count as noise, at least 0; with 0 ``threshold`` alone
-            decides.
+        noise: Multiple of the smoothed deviation that counts as noise, at least 0; with 0,
+            ``threshold`` alone decides.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -69,7 +69,7 @@ class Shift(check.CheckedFields):
     """
 
     threshold: float = field(default=0.10, metadata={"above": 0})
-    # Not 1: a single odd window, as after a pause, must not forget good estimates.
+    # Not 1: a single odd window, as after a pause, must not discard good estimates.
     confirm: int = field(default=2, metadata={"low": 1})
     noise: float = field(default=3.0, metadata={"low": 0})
 
@@ -114,8 +114,8 @@ class Shift(check.CheckedFields):
 
         Raises:
             TypeError: If an entry is not a number.
-            ValueError: If an argument has another number of devices, or a time is infinite
-                or not above 0.
+            ValueError: If an argument is for a different number of devices, or a time is
+                infinite or not above 0.
 
         Examples:
             >>> detector = Shift(confirm=1)
@@ -137,12 +137,12 @@ class Shift(check.CheckedFields):
         runs = np.where(np.isnan(off), old, np.where(old * side > 0, old + side, side))
         shifted = bool((np.abs(runs) >= self.confirm).any())
         if shifted:
-            # Of all devices, as a shift of one makes the cadence forget the estimates of all.
+            # For all devices, as a shift of one makes the cadence forget the estimates of all.
             runs = np.zeros_like(runs)
         return ShiftState(tuple(runs.astype(np.int64).tolist()), tuple(usual.tolist())), shifted
 
     def first_deviations(self, state: ShiftState) -> tuple[bool, ...]:
-        """Return which devices have deviated in the last window alone, with times that are steady.
+        """Return which devices deviated in the last window only, with otherwise steady times.
 
         Args:
             state: The state after the window.
@@ -168,7 +168,7 @@ def _checked_times(
     where = "Shift.update"
     entries = check.items(where, argument, times, "numbers or None")
     for rank, entry in enumerate(entries):
-        # Not a float, which may be NaN here: `check.real` refuses that.
+        # Floats are skipped: they may be NaN here, which `check.real` rejects.
         if entry is not None and type(entry) is not float:
             check.real(where, f"{argument}[{rank}]", entry)
     array = as_array(entries)

@@ -10,9 +10,9 @@ from elche_jax import _check as check
 
 
 def _to_lists(where: str, name: str, value: Any) -> Any:
-    if isinstance(value, np.generic):  # json refuses NumPy's numbers
+    if isinstance(value, np.generic):  # json rejects NumPy's numbers
         return value.item()
-    if name == "counts" and isinstance(value, np.ndarray | list):  # which may be any integers
+    if name == "counts" and isinstance(value, np.ndarray | list):  # counts may be any integers
         value = tuple(np.asarray(value).tolist())
     if isinstance(value, tuple):
         return [_to_lists(where, name, entry) for entry in cast(tuple[Any, ...], value)]
@@ -37,7 +37,7 @@ class State:
     ``S.from_dict(json.loads(json.dumps(s.to_dict()))) == s`` holds exactly.
 
     A field with a default and a bound ``low`` in its ``metadata`` was added later. `from_dict`
-    checks it, and states that were saved before go on with its default.
+    checks it, and states saved before that get its default.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,8 +47,8 @@ class State:
             Numbers, strings, ``None`` and lists of them, one key per field.
 
         Raises:
-            TypeError: If a field but ``counts`` is, or holds, anything but these and tuples: an
-                array would come back as a tuple.
+            TypeError: If a field other than ``counts`` is anything but a number, a string,
+                ``None`` or a tuple of these, as an array would come back as a tuple.
 
         Examples:
             >>> from elche_jax.cadence import EveryBatch
@@ -67,12 +67,12 @@ class State:
             values: The return value of ``to_dict``, possibly read back from JSON.
 
         Returns:
-            The equal state.
+            A state equal to the original.
 
         Raises:
             TypeError: If a field with bounds is of the wrong type.
-            ValueError: If the keys are not those of this class, as in the state of another
-                cadence, or if a field with bounds is out of range or for another number of
+            ValueError: If the keys are not those of this class, as in the state of a different
+                cadence, or if a field with bounds is out of range or for a different number of
                 devices.
 
         Examples:

@@ -20,8 +20,8 @@ class WindowPlan:
         counts: Microbatches per device.
         examples: Valid examples of all devices.
         first: Number of the window's first microbatch in the epoch.
-        share: Share of the microbatches that the cadence asked for, in `(0, 1]`; the end of an
-            epoch leaves less than all.
+        share: Share of the microbatches that the cadence asked for, in `(0, 1]`; below 1 if the
+            end of an epoch cut the window short.
 
     Examples:
         >>> plan = WindowPlan(window=3, epoch=0, counts=(4, 2), examples=48, first=18)
@@ -77,7 +77,7 @@ class Divergence:
         """The largest distance of the devices that had work and were not left out, or NaN."""
         distances = zip(self.distance, self.counts, strict=True)
         # a device without work is as far from the average as the others have moved: a guard would
-        # shorten windows because it rests
+        # shorten windows because that device rests
         return max((d for d, n in distances if n and not math.isnan(d)), default=math.nan)
 
 
@@ -94,11 +94,11 @@ class WindowMeasurement:
             time is `wall_ms`.
         wall_ms: Time from the end of the previous window to the end of this one. It excludes
             the time that the loop spends on other work before it requests the window, but
-            includes the time that it waits for the window's data.
+            includes the time spent waiting for the window's data.
         sync_ms: Cost of the synchronisation, the smallest wait over the devices.
         skew_ms: Time between the first and the last device's arrival at the synchronisation.
         steady: Whether the cadence may use these times: not if the window waited for a
-            compile, if an exchange overlapped it, or if a device was late.
+            compilation, if an exchange overlapped it, or if a device was late.
     """
 
     window: int
@@ -128,10 +128,10 @@ class WindowRecord(WindowMeasurement):
     Attributes:
         first: Number of the window's first microbatch in the epoch.
         share: Share of the microbatches that the cadence asked for, see `WindowPlan`.
-        cold: Whether the window's programs ran for the first time, or those of the window that
-            `sync_ms` is from. That then says nothing about later windows.
+        cold: Whether the programs of this window, or of the window that `sync_ms` is from, ran
+            for the first time. `sync_ms` then says nothing about later windows.
         left_out: Ranks of the devices that were late and are not in the window's average.
-        divergence: How far apart the devices were; with `delay=1`, in the previous window.
+        divergence: How far apart the devices were; with `delay=k`, `k` windows before this one.
             None in gradient mode.
         loss: Mean loss of the window; None if neither the cadence nor a timeline uses it.
     """

@@ -9,7 +9,7 @@ from elche_jax.cadence.estimate import Times, as_times, update_ms
 from elche_jax.cadence.state import State
 
 MAX_COUNT = 4096
-"""Largest count of a device: times that are too short must not use up the whole data."""
+"""Largest count of a device: very short times must not use up all the data."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class WindowTime(CheckedCadence[WindowTimeState]):
 
     The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))`` microbatches
     and device ``d`` gets ``round(anchor * max(ms) / ms[d])``. No device gets more than 4096:
-    the anchor is lowered, but not below ``least``, so that counts stay in proportion. The
-    first window is one microbatch per device, and so is the share of a device that was never
-    measured. Without an exchange there is no synchronisation to pay for; a window only has to
-    be long enough for the host to prepare the next one, and for counts in proportion.
+    the anchor is lowered, but not below ``least``, so that counts stay in proportion. In the
+    first window every device gets one microbatch, as does any device that was never measured.
+    Without an exchange there is no synchronisation to pay for; a window only has to be long
+    enough for the host to prepare the next one, and for counts to match the speeds.
 
     Attributes:
         window_ms: Target length of a window in milliseconds, above 0.
@@ -55,7 +55,7 @@ class WindowTime(CheckedCadence[WindowTimeState]):
     state_type = WindowTimeState
 
     window_ms: float = field(default=100.0, metadata={"above": 0})
-    # with 1 a device of 1.4 times the speed would get as many as the slowest
+    # with 1, a device 1.4 times as fast as the slowest would get no more than it
     least: int = field(default=4, metadata={"low": 1, "high": MAX_COUNT})
 
     def _first(self, world_size: int) -> WindowTimeState:

@@ -28,38 +28,40 @@ from elche_jax.train.in_flight import Window
 from elche_jax.train.step import TrainStep
 
 AGAIN_S = 60.0
-"""Seconds until a job that was asked to start again, but could not save, tries to save again."""
+"""Seconds before a job that was asked to restart, but failed to save, tries to save again."""
 
 
 class Checkpointer:
     """Save and restore checkpoints of a training step in your own loop.
 
     A checkpoint holds everything the run needs to continue as if it had not stopped: the state,
-    the cadence's state and `counts_history`, the guard's history, and the place in the data.
+    the cadence's state and `counts_history`, the guard's history, and the position in the data.
     The state is copied on the devices, which is quick; a thread fetches and writes the copy
     while training continues. A checkpoint is either complete or absent, even if the process is
     killed at any moment, and checksums detect changed bytes.
 
-    Of the intervals of `Checkpoints`, `save` follows `every_windows` and `every_seconds`; call
-    `save(..., force=True)` yourself at the end of an epoch. Close it with `with` or `close`: a
+    `save` follows `every_windows` and `every_seconds` of `Checkpoints`, but not `every_epochs`:
+    call `save(..., force=True)` yourself at the end of an epoch. Use `with`, or call `close`: a
     checkpoint still being written when the program ends may be lost.
 
-    In a job of several processes all make one and call its methods alike. The first process writes
-    and reads the folder, which the others need not see; errors are raised by all.
+    In a job of several processes, each creates a `Checkpointer` and makes the same calls. Only the
+    first process reads and writes the folder; the others need no access to it. Errors are raised
+    in all processes.
 
     Attributes:
         written: Number of windows in the newest checkpoint that this object has written; None
-            before the first. In a job of several processes it changes some windows after.
+            before the first. In a job of several processes it changes a few windows later.
 
     Args:
         train: The training step.
         checkpoints: Where and when to save; its folder must be set.
 
     Raises:
-        ValueError: There is no folder; processes of a job that save in other intervals.
+        ValueError: The folder is not set, or the processes of a job pass different `checkpoints`,
+            apart from `folder` and `every_seconds`.
         RuntimeError: Another process, or another `Checkpointer`, uses the folder.
-        OSError: The folder cannot be created or opened, with `on_error="now"`, or if there may be
-            checkpoints in it; otherwise training runs without checkpoints, and `close` raises
+        OSError: The folder cannot be created or opened, and `on_error` is `"now"` or the folder
+            may hold checkpoints. Otherwise training runs without checkpoints, and `close` raises
             `CheckpointError`.
 
     Examples:
@@ -96,9 +98,9 @@ class Checkpointer:
         self._train, self._checkpoints, self._folder = train, checkpoints, folder.absolute()
         self._job = train.fleet.job
         self.written: int | None = None
-        self._written: int | None = None  # by the thread; the others know it later
+        self._written: int | None = None  # set by the thread; other processes learn it later
         self._thread: BackgroundThread | None = None
-        self._error: BaseException | None = None  # of the thread, or of opening the folder
+        self._error: BaseException | None = None  # of the thread or of opening the folder
         self._shared: BaseException | None = None  # the same, once all processes know it
         self._closed = False
         self._step: int | None = None
@@ -106,15 +108,15 @@ class Checkpointer:
         self._stack = ExitStack()  # what `close` undoes
         self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
-        self._store: Store | None = None  # of the first process
+        self._store: Store | None = None  # in the first process only
         self._memory = Memory(self._folder, checkpoints)
         self._job.check_same("Checkpointer", checkpoints=checkpoints.shared())
         self._opened = self._job.by_first(self._open)
         self._not_again_before = 0.0
-        _ = self._job.places  # asked by all: the first process needs them when it saves
+        _ = self._job.places  # a collective call; the first process needs the places when it saves
 
     def _open(self) -> bool:
-        """Open the folder; return False if it fails and training shall run without checkpoints."""
+        """Open the folder; return False if it fails and training runs without checkpoints."""
         asked, parents = self._checkpoints, (self._folder, *self._folder.parents)
         self._created = [path for path in parents if not exists(path)]
         try:
@@ -126,7 +128,7 @@ class Checkpointer:
             self._stack.close()
             if not isinstance(error, OSError) or asked.on_error == "now":
                 raise
-            if may_hold(self._folder):  # not to begin anew as if there were none
+            if may_hold(self._folder):  # a fresh start would ignore them
                 raise OSError(
                     f"checkpoints: {self._folder} must be open for reading and writing, as it may "
                     f"hold checkpoints, but {described(error)}. Mend that, or use another folder."
@@ -139,11 +141,11 @@ class Checkpointer:
         """Restore the newest intact checkpoint.
 
         Damaged checkpoints are renamed and logged. The number of devices may differ: replicated
-        leaves are copied, leaves that differ between devices are averaged, and the cadence begins
-        with the speeds that are known of the devices.
+        leaves are copied, leaves that differ between devices are averaged, and the cadence starts
+        from the known speeds of the devices.
 
         Args:
-            state: The state from `init`; returned as it is if there is no checkpoint.
+            state: The state from `init`; returned unchanged if there is no checkpoint.
             resume: `"auto"`: start if there is no checkpoint. `"must"`: raise an error if there
                 is none. `"never"`: raise an error if there is one.
 
@@ -151,16 +153,16 @@ class Checkpointer:
             The state and the cursor for `train.windows`; the cursor is None at the start.
 
         Raises:
-            ValueError: The checkpoint is of another model or optimizer (the message names the
-                first leaf that differs) or has another format version, or `resume` does not
-                permit what is in the folder.
+            ValueError: The checkpoint is of a different model or optimizer (the message names the
+                first leaf that differs) or has a different format version, or `resume` does not
+                allow what is in the folder.
         """
         return self.restore_all(state, resume)[:2]
 
     def restore_all(
         self, state: TrainState, resume: str = "auto"
     ) -> tuple[TrainState, Cursor | None, Mapping[str, Any]]:
-        """Restore like `restore`, and return the saved notes, too."""
+        """Restore like `restore`, and also return the saved notes."""
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
         with _progress.phase("restore"):
             saved = read_by_first(self._job, lambda: self._newest(resume))
@@ -186,7 +188,7 @@ class Checkpointer:
         saved = None if store is None else store.newest()
         on_disk = -1 if saved is None else saved.step
         kept = self._memory.newest(on_disk, max(there, default=-1))
-        if kept is not None:  # what did not reach the disk
+        if kept is not None:  # it did not reach the disk
             if store is not None:
                 self._bring(store, kept)
             saved = kept
@@ -196,7 +198,7 @@ class Checkpointer:
         return saved
 
     def _bring(self, store: Store, kept: Saved) -> None:
-        """Write to disk what was in memory only."""
+        """Write a checkpoint to disk that was only in memory."""
         logger.info("elche: the checkpoint after %d windows was in memory only.", kept.step)
         try:
             store.save(kept)
@@ -216,7 +218,7 @@ class Checkpointer:
             state: The state from `init`.
 
         Raises:
-            ValueError: No checkpoint has a score, or it is of another model.
+            ValueError: No checkpoint has a score, or it is of a different model.
             DamagedCheckpoint: The checkpoint is damaged.
         """
 
@@ -238,11 +240,11 @@ class Checkpointer:
     def due(self, window: Window) -> bool:
         """Return whether a checkpoint is due by number of windows or by time.
 
-        In a job of several processes the time is that of the first one, which tells the others: a
-        checkpoint is then due some windows later. So it is if a process is asked to start again.
+        In a job of several processes, the first process measures the time and tells the others, so
+        a checkpoint is due a few windows later. The same holds if a process is asked to restart.
 
         Raises:
-            CheckpointError: As `save`.
+            CheckpointError: As in `save`.
         """
         wishes = self._train.pipeline_of(window, "Checkpointer.due").wishes
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
@@ -252,13 +254,13 @@ class Checkpointer:
             if seconds is not None and time.monotonic() - self._last >= seconds:
                 wishes.add("save")
             if self._thread is not None and not self._thread.running:
-                # the thread forgets the step that it could not write
+                # the thread resets the step if it could not write the checkpoint
                 wishes.add("lost" if self._step is None else "wrote")
         agreed = wishes.agreed
         if "wrote" in agreed or "lost" in agreed:
             self._join()
             if "lost" in agreed:
-                self.wait()  # for the reason
+                self.wait()  # to learn the reason
             else:
                 self.written = self._step
             wishes.clear("wrote")
@@ -287,19 +289,21 @@ class Checkpointer:
             window: The window trained last.
             force: Save even if it is not due.
             score: Score of the state, for `keep_best`.
-            notes: Returns further data to save as JSON; called on the writing thread.
+            notes: Returns further data to save as JSON. Called on the writing thread, or by `save`
+                itself before a restart.
 
         Returns:
             Whether a checkpoint is being saved.
 
         Raises:
-            CheckpointError: An earlier one could not be written, with `on_error="now"`.
-            RestartRequested: This one is written, and the job was asked to start again.
+            CheckpointError: An earlier checkpoint could not be written, and `on_error="now"`.
+            RestartRequested: The job was asked to restart, and this checkpoint is on disk or kept
+                in memory.
             NonFiniteError, ReplicaMismatch: Raised by a window in flight.
             TypeError: `window` is not a window.
-            ValueError: The folder already has a checkpoint of this window or a later one, as
-                `restore` was not called, or something else where it belongs; or another window
-                was trained since.
+            ValueError: The folder already has a checkpoint of this window or a later one, because
+                `restore` was not called, or something else has its name; or another window was
+                trained since.
         """
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
         due = self.due(window)
@@ -325,15 +329,15 @@ class Checkpointer:
                 self._memory.keep(step, after, content)
             self._wait_or_raise()
         self._step, self._last = step, time.monotonic()
-        for wish in ("save", "wrote", "lost"):  # these are of the one before, which all know of
+        for wish in ("save", "wrote", "lost"):  # of the previous checkpoint, which all know about
             pipeline.wishes.clear(wish)
-        if self._store is not None:  # the first process writes
+        if self._store is not None:  # only the first process writes
             self._begin(self._store, window, content)
         if again:
             self._wait_or_raise()
             if self.written == step:
                 raise RestartRequested(step)
-            pipeline.wishes.clear("again")  # it will be asked for again: the run is not lost
+            pipeline.wishes.clear("again")  # the run goes on; `due` repeats the request
             self._not_again_before = time.monotonic() + AGAIN_S
             logger.warning(
                 "elche: the job is not started again, as no checkpoint could be written; the next "
@@ -343,22 +347,22 @@ class Checkpointer:
         return True
 
     def _wait_or_raise(self) -> None:
-        """Wait for the checkpoint that is being written, if one is."""
+        """Wait for the checkpoint being written, if any, then `check`."""
         self.wait()
         self.check()
 
     def _begin(self, store: Store, window: Window, content: Callable[[], Saved]) -> None:
-        """Begin to fetch and write a checkpoint."""
+        """Start the thread that fetches and writes a checkpoint."""
         job = store, window, content
         thread = BackgroundThread(self._write, job, name="elche-checkpoint", daemon=False)
-        wait_at_exit(thread)  # after a Ctrl-C has ended the wait below
+        wait_at_exit(thread)  # in case a Ctrl-C ends the wait below
         thread.start()
         self._thread = thread
         # before Python closes its thread pools, one of which orbax needs
         self._forget = before_exit(thread.wait)
 
     def _check_free(self, step: int) -> None:
-        """Check that a checkpoint may be written, in the first process."""
+        """Check in the first process that a checkpoint may be written."""
         assert self._store is not None
         if self._store.steps and self._store.steps[-1] >= step:
             raise ValueError(
@@ -369,7 +373,7 @@ class Checkpointer:
         self._store.check_free(step)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk or has failed; all processes call it."""
+        """Wait until the last checkpoint is on disk or has failed; all processes must call it."""
         self._join()
         error = None if self._error is None else described(self._error)
         outcome = self._written, self._step, error
@@ -398,7 +402,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the last checkpoint and release the folder.
 
-        In a job of several processes all have to call it, unless an error is being raised.
+        In a job of several processes, all must call it unless an error is being raised.
 
         Raises:
             CheckpointError: A checkpoint could not be written.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and the way back into all processes and onto the devices."""
+"""The content of a checkpoint, and its way back to all processes and devices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,12 +29,12 @@ def content_of(
     more: Notes | None,
     score: float | None,
 ) -> Saved:
-    """Fetch what a checkpoint holds.
+    """Fetch the content of a checkpoint.
 
     Args:
-        window: The window trained last.
+        window: The last trained window.
         snapshot: The state after it.
-        run: What is known of the run, see `TrainStep.run_to_dict`.
+        run: The rest of the run, see `TrainStep.run_to_dict`.
         more: Returns further notes.
         score: Score of the state.
     """
@@ -50,13 +50,13 @@ def content_of(
 
 
 def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:
-    """Read a checkpoint in the first process; all have to call it, and all get it.
+    """Read a checkpoint in the first process and return it in all; all must call this.
 
-    The folder need not be there in the others. Arrays come one after the other, in parts.
+    The other processes need no access to the folder. Arrays are sent one after another, in parts.
 
     Args:
         job: The processes.
-        read: Reads it, or returns None; all processes raise its error.
+        read: Reads the checkpoint, or returns None; its errors are raised in all processes.
     """
     arrays: Mapping[str, np.ndarray] = {}
 
@@ -79,7 +79,7 @@ def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:
 
 
 def state_of(saved: Saved, train: TrainStep, like: TrainState, folder: Path) -> TrainState:
-    """Place a saved state on the devices, like an existing state; `folder` is for the error."""
+    """Place a saved state on the devices like an existing state; errors name `folder`."""
     specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
     differs = difference(like, specs)
     if differs:
@@ -91,7 +91,7 @@ def state_of(saved: Saved, train: TrainStep, like: TrainState, folder: Path) -> 
     rows = stacked(like, saved.leaves, specs, before)
     own = own_names(like, train.common(like))
     apart = {name for name, spec in specs.items() if spec.own}
-    # also if this run keeps something alike on all devices that the saved one did not
+    # also join if this run replicates a leaf that differed between the saved run's devices
     moved = before != train.world_size or not apart <= own
     rows = train.adopt(rows, join=moved)
     if moved:

@@ -26,7 +26,7 @@ def none_there(folder: Path) -> ValueError:
 
 
 def described(error: BaseException) -> str:
-    """Return an error on one line."""
+    """Return an error as one line of text."""
     return shorten(f"{type(error).__name__}: {error}", 300)
 
 

@@ -1,9 +1,9 @@
 """Arrays in the format of Orbax, with no write in flight once an error is raised.
 
 Orbax's own checkpointer writes items and arrays concurrently in event loops, which it closes on
-the first error. On a full disk nearly all writes fail: the remaining ones find a closed loop, print
-a traceback each, and still write into the folder while it is being deleted. So only its handler
-of pytrees is used here, and all arrays are waited for.
+the first error. On a full disk nearly all writes fail: the remaining ones find a closed loop, each
+print a traceback, and still write into the folder while it is being deleted. This module therefore
+uses only Orbax's pytree handler, and waits for all arrays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ def _all(futures: Iterable[Any]) -> list[Any]:
 
 def write_arrays(folder: Path, arrays: Any) -> None:
     """Write nested dicts of arrays into an existing folder, in the format of Orbax."""
-    from etils import epath  # the paths of Orbax; its dependency, not ours
+    from etils import epath  # Orbax's path type; a dependency of Orbax, not ours
 
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, Arrays()))
     handler = ocp.PyTreeCheckpointHandler(

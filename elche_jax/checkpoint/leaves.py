@@ -11,7 +11,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 PyTree = Any
 
 PLAIN = "biufc"
-"""Dtype kinds written as they are; of all others the bytes are written."""
+"""Kinds of built-in dtypes written as they are; all others are written as bytes."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LeafSpec:
     """Description of a saved leaf, for the manifest.
 
     Attributes:
-        shape: Shape; if `own`, the first axis is that of the devices.
+        shape: Shape; if `own`, the first axis is over devices.
         dtype: Name of the dtype.
         own: Whether each device has its own value.
         digest: Checksum of the bytes.
@@ -40,7 +40,7 @@ def names_of(tree: PyTree) -> list[str]:
     """Return the names of the leaves in order, such as `"params/dense/kernel"`.
 
     Raises:
-        ValueError: Two leaves have the same name, as under the dict keys `1` and `"[1]"`.
+        ValueError: Two leaves have the same name, for example under the dict keys `1` and `"[1]"`.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     names = ["/".join(map(_part, path)) for path in paths]
@@ -62,8 +62,8 @@ def _part(key: Any) -> str:
         text = str(key.idx)
     else:
         text = jax.tree_util.keystr((key,))
-    # Orbax joins names with dots
-    # an empty key would leave a gap in the path, and quoting never gives a lone "%"
+    # dots are quoted because Orbax joins names with them; an empty key would leave a gap in the
+    # path, so it becomes a lone "%", which quoting never gives
     return text.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
 
 
@@ -78,7 +78,7 @@ def digest(content: np.ndarray | bytes) -> str:
 def encode(array: np.ndarray) -> np.ndarray:
     """Return the array to write: the array itself, or its bytes if its dtype is not built in."""
     array = np.ascontiguousarray(array)
-    # float8_e5m2 of ml_dtypes is of kind "f", too, but not built in
+    # float8_e5m2 of ml_dtypes also has kind "f", but is not built in
     if array.dtype.kind in PLAIN and array.dtype.isbuiltin == 1:
         return array
     return array.reshape(-1).view(np.uint8)

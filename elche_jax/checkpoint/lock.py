@@ -20,18 +20,19 @@ def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callab
 
     Args:
         folder: The folder.
-        what: What it is, for messages.
-        name: Name of the file in it that is locked.
+        what: What the folder is, for messages.
+        name: Name of the locked file in it.
 
     Returns:
-        The function, which may be called again; it does nothing where files cannot be locked.
+        The function that unlocks it, which may be called again. It does nothing if files cannot
+        be locked.
 
     Raises:
         RuntimeError: Another process, or another object of this process, holds the lock.
     """
     if fcntl is None:
         return lambda: None
-    # not "w", which would erase the other process's id before the lock is tried
+    # not "w", which would erase the other process's id before the lock is taken
     file = (folder / name).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,15 +54,15 @@ def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callab
         )
         return lambda: None
     file.truncate(0)
-    # of use to those who are refused only: a full disk must not keep this one from reading
+    # only processes that are refused need the id: a full disk must not prevent reading here
     with suppress(OSError):
         os.write(file.fileno(), str(os.getpid()).encode())
     return partial(_unlock, file, os.getpid())
 
 
 def _unlock(file: IO[str], owner: int) -> None:
-    # a process that was forked meanwhile has the file open, too: closing it here would leave it
-    # locked, and what the other one does with its copy must not unlock it
+    # a process forked meanwhile also has the file open: closing it here would not unlock it, and a
+    # fork that closes its own copy must not unlock it
     if fcntl is not None and not file.closed and os.getpid() == owner:
         fcntl.flock(file, fcntl.LOCK_UN)
     file.close()

@@ -1,4 +1,4 @@
-"""What the end of a generation leaves in memory for the next one, before it is on disk."""
+"""The last checkpoint of a generation, kept in memory for the next one until it is on disk."""
 
 import errno
 import os
@@ -15,31 +15,32 @@ from elche_jax.checkpoint.options import Checkpoints
 from elche_jax.checkpoint.store import Saved, Store
 
 ROOM = 1.25
-"""How much memory must be free for a checkpoint, in its size."""
+"""Free memory that a checkpoint requires, as a multiple of its size."""
 
 LIMITS = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Files of a control group that say its limit and what is used, in versions 2 and 1."""
+"""Files of a control group that hold its memory limit and usage, in versions 2 and 1."""
 
 AFTER = "after"
-"""Name, in its notes, of the newest checkpoint that was on disk when one was kept."""
+"""Key in a kept checkpoint's notes for the newest step on disk when it was kept."""
 
 
 class Memory:
     """A checkpoint in a folder in memory, which outlives the processes of a generation.
 
-    `elche-jax launch --elastic` gives the folder, by a variable; without it nothing is kept. At
-    the end of the job the launcher removes it, unless a checkpoint is in it that is not on disk.
+    `elche-jax launch --elastic` passes the folder in an environment variable; without it nothing
+    is kept. At the end of the job the launcher removes the folder, unless it holds a checkpoint
+    that is not on disk.
 
     Attributes:
-        step: Number of windows trained, of the checkpoint that this object has kept; None if there
+        step: Number of windows trained in the checkpoint that this object has kept; None if there
             is none.
 
     Args:
-        folder: The folder on disk, by which the checkpoint is found again.
-        checkpoints: Those on disk; in memory there is only the last one.
+        folder: The folder on disk, which identifies the checkpoint.
+        checkpoints: The options for the folder on disk; memory keeps only the last checkpoint.
     """
 
     def __init__(self, folder: Path, checkpoints: Checkpoints):
@@ -50,12 +51,12 @@ class Memory:
         self.step: int | None = None
 
     def keep(self, step: int, after: int, content: Callable[[], Saved]) -> None:
-        """Keep a checkpoint, see `Store.save`; an error is logged, as the disk comes next.
+        """Keep a checkpoint, see `Store.save`; errors are only logged, as the disk comes next.
 
         Args:
             step: Number of windows trained.
-            after: The newest checkpoint on disk, -1 if there is none.
-            content: Returns it.
+            after: Step of the newest checkpoint on disk, -1 if there is none.
+            content: Returns the checkpoint.
         """
         if self._place is None:
             return
@@ -66,14 +67,14 @@ class Memory:
             if ROOM * need > room:
                 text = f"{need} bytes, of which {room:.0f} are free"
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), text)
-            if (there := max(self.steps, default=-1)) >= step:  # of a run that began anew
+            if (there := max(self.steps, default=-1)) >= step:  # of a run that has started over
                 self.forget(there)
             self._place.mkdir(exist_ok=True)
             (self._place / DESTINATION).write_text(str(self._folder))
             store = Store(self._place, self._checkpoints)
             store.save(replace(saved, notes={**saved.notes, AFTER: after}))
             self.step = step
-        except Exception as error:  # whatever it is, the checkpoint may still reach the disk
+        except Exception as error:  # the checkpoint may still reach the disk
             logger.warning(
                 "elche: the checkpoint after %d windows is not kept in memory, only on disk: %s",
                 step,
@@ -82,18 +83,18 @@ class Memory:
 
     @property
     def steps(self) -> list[int]:
-        """Windows of what is kept."""
+        """Steps of what is kept."""
         if self._place is None or not self._place.exists():
             return []
         return sorted(int(path.name) for path in self._place.iterdir() if path.name.isdecimal())
 
     def newest(self, on_disk: int, seen: int) -> Saved | None:
-        """Read the checkpoint that is kept, if it is intact and continues what is on disk.
+        """Read the kept checkpoint; return None unless it is intact and continues the run on disk.
 
         Args:
-            on_disk: Windows of the newest intact checkpoint on disk, -1 if there is none.
-            seen: Windows of the newest one there, intact or not. If there are fewer than when the
-                checkpoint was kept, the run has begun anew.
+            on_disk: Step of the newest intact checkpoint on disk, -1 if there is none.
+            seen: Step of the newest one there, intact or not. If it is lower than when the
+                checkpoint was kept, the run has started over.
         """
         if self._place is None or max(self.steps, default=-1) <= on_disk:
             return None
@@ -101,9 +102,9 @@ class Memory:
         return None if saved is None or saved.notes[AFTER] > seen else saved
 
     def forget(self, step: int) -> None:
-        """Free the memory of a checkpoint, as this or a later one is on disk.
+        """Free the memory of the kept checkpoint, unless it is of a later step.
 
-        A thread may call it while the loop keeps a later one.
+        The writing thread may call it while the loop keeps a later one.
         """
         if self._place is not None and self.steps and self.steps[-1] <= step:
             self.step = None
@@ -111,7 +112,7 @@ class Memory:
 
 
 def _room(folder: Path, root: Path = Path("/")) -> float:
-    """Return the bytes that are free in a folder in memory and in the memory of this job.
+    """Return the free bytes, the least of a folder in memory, the host and the control groups.
 
     Args:
         folder: The folder.
@@ -121,19 +122,19 @@ def _room(folder: Path, root: Path = Path("/")) -> float:
     with (root / "proc/meminfo").open() as lines:
         free = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
         rooms += [1024 * float(kib) for kib in free]
-    # of the control groups around this process, as Slurm and Kubernetes limit them
+    # the control groups around this process, which Slurm and Kubernetes limit
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):  # none are named in version 2
+        if not controllers or "memory" in controllers.split(","):  # version 2 names none
             top = root / "sys/fs/cgroup" / controllers
             group = top / path.lstrip("/")
-            # in a container, what this names may be outside: the top is that of the container then
+            # in a container, this may name a group outside it; `top` is then the container's own
             rooms += [_left(one) for one in (group, *group.parents) if one.is_relative_to(top)]
     return min(rooms)
 
 
 def _left(group: Path) -> float:
-    """Return the bytes that a control group may still take."""
+    """Return how many more bytes a control group may use."""
     for limit, used in LIMITS:
         if (group / limit).exists() and (most := (group / limit).read_text().strip()) != "max":
             return float(most) - float((group / used).read_text())

@@ -32,7 +32,7 @@ class Checkpoints(check.CheckedFields):
             at the end.
 
     Raises:
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range.
 
     Examples:
@@ -68,8 +68,8 @@ class Checkpoints(check.CheckedFields):
         return check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
 
     def shared(self) -> Described:
-        """Return what all processes of a job must set alike, see `settings_of`.
+        """Return the settings that all processes of a job must share, see `settings_of`.
 
-        The folder and the clock are those of the first one.
+        `folder` and `every_seconds` may differ: only those of the first process count.
         """
         return settings_of(replace(self, folder=None, every_seconds=None))

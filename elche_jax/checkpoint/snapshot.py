@@ -16,7 +16,7 @@ from elche_jax.engine.laned import LeadArray, StackedArray
 from elche_jax.engine.state import TrainState
 
 WORK = tuple(f"averaging/{name}" for name in ("steps", "error", "pending"))
-"""How the names of leaves begin that say what a device has not exchanged yet."""
+"""Prefixes of the names of leaves that hold what a device has not exchanged yet."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Snapshot:
 
     Attributes:
         copies: By name of the leaf, one array `(1, ...)`, or one per device if their values differ.
-        gathered: Arrays of the host with a row per device, in a job of several processes, in place
-            of the copies of leaves whose values differ.
+        gathered: Host arrays with a row per device. In a job of several processes they replace the
+            copies of leaves whose values differ.
     """
 
     copies: Mapping[str, list[jax.Array]]
@@ -34,12 +34,12 @@ class Snapshot:
 
     @property
     def own(self) -> frozenset[str]:
-        """Names of the leaves of which each device has its own value."""
+        """Names of the leaves for which each device has its own value."""
         apart = {name for name, copies in self.copies.items() if len(copies) > 1}
         return frozenset(apart | {*self.gathered})
 
     def fetch(self) -> dict[str, np.ndarray]:
-        """Return the arrays by name, on the host; wait for the devices."""
+        """Wait for the devices, and return host arrays by name."""
         leaves = dict(self.gathered)
         for name, copies in self.copies.items():
             rows = [np.asarray(copy) for copy in copies]
@@ -55,8 +55,8 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
     """Copy a state on the devices, so that training may reuse its buffers.
 
-    In a job of several processes all have to call it: what differs by device is moved to the first
-    process's host, in parts. The others get no copies.
+    In a job of several processes, all must call it: leaves that differ between devices are moved to
+    the first process's host, in parts. The other processes get no copies.
 
     Args:
         state: The stacked state.
@@ -64,7 +64,7 @@ def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
         job: The devices of all processes.
 
     Returns:
-        The copies. With one process nothing is waited for.
+        The copies. With one process, this does not wait for the devices.
     """
     arrays, own = _named(state), own_names(state, common)
     gathered: dict[str, np.ndarray] = {}
@@ -92,14 +92,14 @@ def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
 
 
 def _forget_work(gathered: Mapping[str, np.ndarray], lost: Sequence[int]) -> None:
-    """Let devices that are lost have no part in what the others still exchange.
+    """Exclude lost devices from what the others have yet to exchange.
 
     Their rows are copies of the first device's. A run that resumes with as many devices would count
     its steps, its rounding errors and its updates of pending windows once more for each of them.
 
     Args:
-        gathered: Arrays with a row per device, by the name of the leaf; changed.
-        lost: Ranks of these devices.
+        gathered: Arrays with a row per device, by name of the leaf; changed in place.
+        lost: Ranks of the lost devices.
     """
     for name, rows in gathered.items():
         if name.startswith(WORK):
@@ -146,8 +146,8 @@ def stacked(
 
 
 def own_names(state: TrainState, common: TrainState) -> set[str]:
-    """Return the names of the leaves of which each device has its own value."""
-    # `common` leaves leaves out and copies none, so the objects are the same
+    """Return the names of the leaves for which each device has its own value."""
+    # `common` omits leaves but copies none, so the remaining ones are the same objects
     same = set(map(id, jax.tree.leaves(common)))
     leaves = zip(names_of(state), jax.tree.leaves(state), strict=True)
     return {name for name, leaf in leaves if id(leaf) not in same}
@@ -176,5 +176,5 @@ def put(like: TrainState, rows: TrainState, fleet: Fleet) -> TrainState:
 
 
 def _named(state: TrainState) -> dict[str, Any]:
-    """Return the leaves by name; of typed keys their raw data."""
+    """Return the leaves by name; typed keys as their raw data."""
     return dict(zip(names_of(state), map(raw, jax.tree.leaves(state)), strict=True))

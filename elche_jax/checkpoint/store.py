@@ -26,12 +26,13 @@ from elche_jax.observe.atomic import sync, sync_entries
 FORMAT = 2
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""Part of the name of an unfinished checkpoint, the same as in Orbax. Those of ours have the step
-before it and a number after it; others may be written by Orbax in this folder at the moment."""
+"""Part of the name of an unfinished checkpoint, the same as in Orbax. Ours have the step before it
+and a number after it; Orbax itself may be writing others in this folder."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
 """Paths of the arrays and of their manifest within a checkpoint. A folder without the manifest's
-folder is none of ours, whatever its name: class folders, runs by seed, checkpoints of Orbax."""
+folder is not ours, whatever its name: it may be a class folder, a run named by its seed or a
+checkpoint of Orbax."""
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -39,7 +40,7 @@ class DamagedCheckpoint(RuntimeError):
 
 
 class OtherFormat(ValueError):
-    """A checkpoint is intact, but has a format that this version does not read."""
+    """A checkpoint is intact, but has a format that this version cannot read."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Saved:
         leaves: Arrays by name.
         specs: Descriptions of the arrays by name.
         notes: Further data, as JSON values.
-        score: Score for `keep_best`; None if it has none of the metric that counts.
+        score: Score for `keep_best`; None if it has no score of the monitored metric.
     """
 
     step: int
@@ -66,19 +67,19 @@ class Store:
 
     A checkpoint is written to a temporary folder, which is renamed when complete, so that a kill
     leaves the earlier checkpoints intact. A manifest with checksums of the leaves detects damage.
-    Old checkpoints are deleted after a new one is complete, and on disk even if the power is cut.
+    Old checkpoints are deleted only once a new one is complete and would survive a power cut.
 
     Args:
         folder: The folder; created if missing.
-        checkpoints: Which to keep, of the best-scored on ties the older. Scores of other metrics
-            than its `monitor` are ignored.
+        checkpoints: Which to keep; of equal scores, the older one ranks first. Scores of metrics
+            other than its `monitor` are ignored.
 
     Raises:
         OSError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, checkpoints: Checkpoints):
-        # imported here, so that only runs with checkpoints load orbax, and before they train
+        # imported here: only runs with checkpoints load orbax, and they load it before they train
         from elche_jax.checkpoint.handler import write_arrays
 
         self.folder = folder.absolute()
@@ -92,13 +93,13 @@ class Store:
         """Write a checkpoint; it is complete when this returns.
 
         Args:
-            saved: The checkpoint; its score may be non-finite, which counts as none.
+            saved: The checkpoint; a score that is not finite counts as none.
 
         Returns:
             Size of the arrays in bytes.
 
         Raises:
-            ValueError: The step already exists, or there is something else of its name.
+            ValueError: The step already exists, or something else has its name.
             OSError: The checkpoint could not be written.
         """
         step, score = saved.step, saved.score
@@ -113,7 +114,7 @@ class Store:
             "leaves": {name: asdict(spec) for name, spec in saved.specs.items()},
             "notes": dict(saved.notes),
         }
-        # a text within the JSON, so that its digest is of exactly these bytes
+        # a string within the JSON, so that the digest covers exactly these bytes
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
         # orbax refuses arrays without elements; the manifest alone describes them
@@ -125,7 +126,7 @@ class Store:
                 self._write_arrays(temporary / STATE, unflatten_dict(there, sep="/"))
             (temporary / MANIFEST).parent.mkdir()
             (temporary / MANIFEST).write_text(json.dumps(manifest))
-            sync(temporary)  # orbax does so with the arrays alone
+            sync(temporary)  # orbax syncs only the arrays
             temporary.rename(path)
         except BaseException as error:
             self._remove_unfinished()  # free the space on a full disk
@@ -134,7 +135,7 @@ class Store:
                 raise
             raise cause from error
         self._scores[step] = score
-        sync_entries(self.folder)  # a power cut must leave the new one, or the old ones
+        sync_entries(self.folder)  # after a power cut, the new one or the old ones must be there
         self._remove_old()
         return sum(array.nbytes for array in saved.leaves.values())
 
@@ -142,7 +143,7 @@ class Store:
         """Check that a checkpoint may be written.
 
         Raises:
-            ValueError: The step already exists, or there is something else of its name.
+            ValueError: The step already exists, or something else has its name.
         """
         path = self._path(step)
         if os.path.lexists(path):
@@ -173,22 +174,22 @@ class Store:
 
         Raises:
             DamagedCheckpoint: It is not as it was written.
-            OtherFormat: It is intact, but has another format version.
+            OtherFormat: It is intact, but has a different format version.
             MemoryError, OSError: It could not be read, so it may be intact.
         """
         try:
             return self._read(step)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise self._damaged(step, error) from error
-        except (OtherFormat, MemoryError, OSError):  # an OSError is of the disk or network
+        except (OtherFormat, MemoryError, OSError):  # an OSError comes from the disk or network
             raise
-        except Exception as error:  # tensorstore and json raise errors of many kinds
+        except Exception as error:  # tensorstore and json raise many kinds of errors
             raise self._damaged(step, error) from error
 
     def newest(self) -> Saved | None:
         """Read the newest intact checkpoint; return None if there is none.
 
-        Damaged checkpoints are renamed, so that their steps are free again, and logged.
+        Damaged checkpoints are logged and renamed, which frees their steps.
         """
         damaged = False
         for step in reversed(self.steps):
@@ -211,10 +212,10 @@ class Store:
     def _remove_unfinished(self) -> None:
         """Delete what a kill or an error has left unfinished."""
         for path in self.folder.glob(f"[0-9]*{UNFINISHED}-[0-9]*"):
-            shutil.rmtree(path, ignore_errors=True)  # leftovers are never taken for checkpoints
+            shutil.rmtree(path, ignore_errors=True)  # leftovers are never mistaken for checkpoints
 
     def _remove_old(self) -> None:
-        """Delete the checkpoints that are not to be kept."""
+        """Delete the checkpoints that need not be kept."""
         steps, asked = self.steps, self._checkpoints
         kept = {*steps[-asked.keep_last :], *self.ranked[: asked.keep_best]}
         for step in (step for step in steps if step not in kept):
@@ -224,7 +225,7 @@ class Store:
                 shutil.rmtree(self._path(step).rename(doomed))
             except FileNotFoundError:  # the user has deleted it
                 pass
-            except OSError as error:  # the new one is whole, and counts
+            except OSError as error:  # not fatal: the new one is complete
                 logger.warning("elche: an old checkpoint could not be deleted: %s", error)
             self._scores.pop(step, None)
 
@@ -268,14 +269,16 @@ class Store:
             for name, spec in specs.items()
         }
         for name, spec in specs.items():
-            # orbax by itself returned an array with a flipped bit as if nothing had happened
+            # orbax alone returned an array with a flipped bit, without an error
             if digest(leaves[name]) != spec.digest:
                 raise ValueError(f"leaf {name} has changed")
         return Saved(step, leaves, specs, content["notes"], self._score_in(content))
 
     def _arrays(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Read arrays concurrently, without Orbax: when an array cannot be read, its remaining
-        threads write to stderr."""
+        """Read arrays concurrently.
+
+        Not with Orbax: when an array cannot be read, its remaining threads write to stderr.
+        """
         import tensorstore as ts
 
         base = {"driver": "file", "path": f"{self._path(step) / STATE}/"}
@@ -289,7 +292,7 @@ class Store:
         return {name: np.asarray(array.result()) for name, array in reading.items()}
 
     def _free(self, name: str) -> Path:
-        """Return a path that does not exist; what it is named after may be impossible to delete."""
+        """Return a path that does not exist; earlier ones may be impossible to delete."""
         places = (self.folder / f"{name}-{number}" for number in count())
         return next(place for place in places if not place.exists())
 
@@ -301,7 +304,7 @@ class Store:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, oldest first; whole or damaged ones.
+    """Return the steps of the checkpoints in a folder, oldest first, including damaged ones.
 
     Raises:
         OSError: The folder, or one of its folders that may be a checkpoint, cannot be read.
@@ -327,10 +330,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def may_hold(folder: Path) -> bool:
-    """Return whether there are checkpoints in a folder, or it cannot be known."""
+    """Return whether a folder holds checkpoints; True if that cannot be determined."""
     try:
         return bool(steps_in(folder))
-    except OSError as error:  # these say that there is no such folder
+    except OSError as error:  # these mean that there is no such folder
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 

@@ -17,7 +17,7 @@ from elche_jax.cli.errors import CommandError, UsageError
 
 PROGRAM = "elche-jax"
 COMMANDS = ("devices", "demo", "advise", "launch", "report", "trace")
-"""Each is a module of this package, loaded if it is asked for: most load JAX, `launch` does not."""
+"""Each is a module of this package, imported on demand: most import JAX, `launch` does not."""
 
 
 OK, FAILED, USAGE = 0, 1, 2
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of the command that is asked for, of all commands if it is none of them.
+    """Return a parser for the requested command, or for all commands if none of them is requested.
 
     Args:
         asked: The arguments.
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 for success, 1 if the command failed, 2 for wrong usage, 130 if
-        stopped by Ctrl-C, 141 if the reader of the output has gone.
+        stopped by Ctrl-C, 141 if the reader of the output is gone.
 
     Examples:
         >>> from elche_jax.cli import main
@@ -117,8 +117,8 @@ def _main(argv: Sequence[str] | None) -> int:
 def _open_streams() -> None:
     """Replace missing standard streams (a process started with `>&-`) with null streams.
 
-    In this order each gets its own number; otherwise a file or a pipe that is opened later would
-    get it.
+    In this order each gets its own descriptor, which a file or a pipe that is opened later would
+    get otherwise.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -145,7 +145,7 @@ def _escaping_unencodable(stream: TextIO) -> Generator[None]:
     try:
         yield
     finally:
-        # `reconfigure` flushes; a failure was reported already, or the stream is closed.
+        # `reconfigure` flushes; a failure has been reported already, or the stream is closed.
         with suppress(OSError, ValueError):
             stream.reconfigure(errors=errors)
 
@@ -160,7 +160,7 @@ def _stdout_has_no_reader() -> bool:
         watch = select.poll()
         watch.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
         return bool(watch.poll(0))
-    except (AttributeError, OSError, ValueError):  # no `poll` on Windows, or no real stream
+    except (AttributeError, OSError, ValueError):  # no `poll` on Windows, or not a real stream
         return False
 
 

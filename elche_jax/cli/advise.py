@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = options.devices is not None or options.cpu_devices is not None
     if chosen or job.get("devices") is None:
         job["devices"] = devices
-    # as `advise` checks it, which comes after the text below
+    # the check of `advise`, which would come after the text below
     seconds = check.real("advise", "seconds", job.get("seconds", 2.0), above=0)
     if not options.json:
         print(elche.device_summary(job["devices"]), flush=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Any:
-    """Return a parser of numbers that rejects those that break the rule."""
+    """Return a parser that rejects numbers that break the rule."""
 
     def parse(text: str) -> float:
         try:
@@ -36,21 +36,21 @@ duration = _number(float, "a number above 0", lambda value: 0 < value < math.inf
 
 
 def words(text: str) -> str:
-    """Return a text, which must not be empty."""
+    """Return a text that must not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def address(text: str) -> str:
-    """Return a host and a port."""
+    """Return an address that must be a host and a port."""
     if not check.is_address(text):
         raise argparse.ArgumentTypeError(f"must be a host and a port, got {text!r}")
     return text
 
 
 def path(text: str) -> Path:
-    """Return a path with `~` expanded, which shells leave alone after an `=`."""
+    """Return a path with `~` expanded, which shells do not expand after an `=`."""
     return Path(os.path.expanduser(words(text)))
 
 
@@ -86,8 +86,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def make_cpu_devices(number: int | None) -> None:
     """Create virtual CPU devices; must be called before a backend starts.
 
-    The devices share the host's cores. Platform and number override the environment; None
-    changes neither.
+    The devices share the host's cores. The platform and the number override the environment;
+    None changes neither.
     """
     if number is not None:
         import jax

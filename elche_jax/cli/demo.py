@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
 def _train(cadence: Any, per_update: float, examples: int) -> tuple[elche.TrainStep, float]:
     """Train one epoch and return the training step and the accuracy on held-out data.
 
-    Adam's learning rate grows with the square root of the examples per update, of which the
-    larger windows of `ElChe` have more.
+    Adam's learning rate grows with the square root of the examples per update, as the windows of
+    `ElChe` have more examples.
     """
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(CLASSES)])
     data, test = _make_data(examples, seed=1), _make_data(2_000, seed=2)

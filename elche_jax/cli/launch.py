@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--coordinator", type=arguments.address, metavar="HOST:PORT", help="where process 0 listens"
     )
     add("-m", action="store_true", dest="module", help="run a module, not a file")
-    # one argument: as two, argparse would take a `--` of the script for its own
+    # one argument: with two, argparse would take a `--` of the script for its own
     add(
         "program", nargs=argparse.PARSER, metavar="SCRIPT",
         help="the script, or with -m the module, and its arguments",
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     from elche_jax.launch.generation import Asked
     from elche_jax.launch.launcher import launch
 
-    own = options.program[0] == "--"  # behind the launcher's options
+    own = options.program[0] == "--"  # a separator after the launcher's options
     script, *args = options.program[own:]
     if not options.module and not Path(script).is_file():
         raise UsageError(f"SCRIPT must be a file, got {script}")
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _elastic(options: argparse.Namespace) -> Elastic | None:
-    """Return how many processes generations have, None for one generation."""
+    """Return how many processes generations may have; None for a single generation."""
     if options.elastic is None:
         for name in ("max_restarts", "number_file"):
             if getattr(options, name) is not None:
@@ -120,7 +120,7 @@ def _elastic(options: argparse.Namespace) -> Elastic | None:
         return None
     path = options.number_file
     if path is not None and path.exists() and not path.is_file():
-        # reading a pipe would wait for a writer, and let no signal through meanwhile
+        # reading a pipe would wait for a writer, and handle no signal meanwhile
         kind = "the folder " if path.is_dir() else ""
         raise UsageError(f"--number-file must be a regular file, got {kind}{path}")
     low, high = options.elastic
@@ -139,7 +139,7 @@ def _elastic(options: argparse.Namespace) -> Elastic | None:
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """Return the two numbers of MIN:MAX, or of one number alone."""
+    """Return the two numbers of MIN:MAX, or a single number twice."""
     low, _, high = text.partition(":")
     try:
         bounds = arguments.count(low), arguments.count(high or low)

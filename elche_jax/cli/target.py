@@ -1,4 +1,4 @@
-"""Loading of the function that describes a training step to `elche-jax advise`."""
+"""Load the function that describes a training step to `elche-jax advise`."""
 
 import importlib
 import importlib.util
@@ -25,8 +25,8 @@ def load_target(target: str) -> dict[str, Any]:
         What the function returned: arguments of `elche.advise`.
 
     Raises:
-        UsageError: The target has another form.
-        CommandError: There is no such module or function, or it returns something else.
+        UsageError: The target has neither form.
+        CommandError: There is no such module or function, or the function returns something else.
     """
     place, colon, name = target.rpartition(":")
     module_or_file = place.endswith(".py") or all(map(str.isidentifier, place.split(".")))
@@ -49,7 +49,7 @@ def load_target(target: str) -> dict[str, Any]:
 
 
 def _load_module(name: str) -> ModuleType:
-    # as `python -m` does; the path of an installed command begins with the command's folder
+    # as `python -m` does; for an installed command, `sys.path` begins with the command's folder
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)

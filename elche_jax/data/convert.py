@@ -15,7 +15,7 @@ def as_arrays(item: PyTree) -> PyTree:
     """Return an example or a microbatch with NumPy or JAX arrays as leaves.
 
     In a dict or a tuple, a list of numbers or of such lists is converted to an array. On its
-    own such a list is ambiguous, as it could also be several arrays. Tensors and tables of other
+    own, such a list is ambiguous, as it could also be several arrays. Tensors and tables of other
     libraries are converted by their `__array__` or, if that fails, by DLPack. Everything else
     is returned unchanged.
 
@@ -38,13 +38,13 @@ def as_arrays(item: PyTree) -> PyTree:
             "data: an example or a microbatch must be an array, or a dict or tuple of them, got a "
             "list of numbers. Return numpy.asarray(it) for one array, a tuple for several."
         )
-    # JAX takes a list for a node of the tree, and each of its numbers for a leaf
+    # JAX treats a list as a node of the tree, and each of its numbers as a leaf
     return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
 
 
 @contextmanager
 def sorted_keys(where: str, what: str) -> Generator[None]:
-    """Turn JAX's error for a dict whose keys cannot be sorted into one that says where it is.
+    """Turn JAX's error for dict keys that cannot be sorted into one that says where they are.
 
     Args:
         where: The function that takes or returns the pytree that is flattened here.
@@ -81,9 +81,9 @@ def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
 
 
 def is_record(item: Any) -> bool:
-    """Return whether an item maps names to arrays, but JAX takes it for a single array.
+    """Return whether an item maps names to arrays, but JAX treats it as a single leaf.
 
-    So it does with the batches of Hugging Face's collators and with open HDF5 files.
+    This is so for the batches of Hugging Face's collators and for open HDF5 files.
     """
     mapping = isinstance(item, Mapping) and jax.tree_util.all_leaves([item])
     return mapping and isinstance(next(iter(item), None), str)

@@ -1,4 +1,4 @@
-"""The order of the examples, a function of (seed, epoch) alone, and the position in it."""
+"""The order of the examples, a function of (seed, epoch) only, and the position in it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields as _fields, replace
@@ -36,7 +36,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         >>> sorted(epoch_order(5, seed=0, epoch=3).tolist())
         [0, 1, 2, 3, 4]
     """
-    # Python's integers, as a NumPy integer would lose the bits of the epoch
+    # Python integers, as a NumPy integer would lose the bits of the epoch
     size = check.integer("epoch_order", "size", size, low=0)
     seed = check.integer("epoch_order", "seed", seed, low=0, high=2**64 - 1)
     epoch = check.integer("epoch_order", "epoch", epoch, low=0, high=2**64 - 1)
@@ -64,7 +64,7 @@ class Reading:
     drop_last: bool = True
 
     def difference(self, now: "Reading") -> tuple[str, Any, Any] | None:
-        """Return the first differing field as its name, its value here and its value in `now`."""
+        """Return the name of the first differing field, its value here and its value in `now`."""
         others = asdict(now)
         changes = ((k, v, others[k]) for k, v in asdict(self).items() if v != others[k])
         return next(changes, None)
@@ -97,7 +97,7 @@ class Cursor(check.CheckedFields):
     reading: Reading | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the cursor as a dict of numbers, with `"reading"` if that is known."""
+        """Return the cursor as a dict of numbers, with `"reading"` if known."""
         numbers = {name: getattr(self, name) for name in FIELDS}
         return numbers if self.reading is None else numbers | {"reading": asdict(self.reading)}
 
@@ -112,7 +112,7 @@ class Cursor(check.CheckedFields):
             rule = f"have the keys {sorted(FIELDS)}"
             raise ValueError(check.message("Cursor.from_dict", "fields", rule, sorted(fields)))
         reading, numbers = fields.get("reading"), {name: fields[name] for name in FIELDS}
-        # as in checkpoints of earlier versions
+        # missing in checkpoints of earlier versions
         if reading is None:
             return cls(**numbers)
         known = [field.name for field in _fields(Reading)]

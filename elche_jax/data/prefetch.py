@@ -14,7 +14,7 @@ PATIENCE_S = 0.5
 """Seconds that `close` waits for an iterator that is preparing an item."""
 
 EXIT_S = 2.0
-"""Seconds that the interpreter waits for it at its end."""
+"""Seconds that the interpreter waits for such an iterator at exit."""
 
 
 class _Channel:
@@ -22,13 +22,13 @@ class _Channel:
 
     Attributes:
         ready: Items, and finally the exception that ends the iteration.
-        room: An entry if an item may still be made ready.
+        room: Holds an entry if another item may be made ready.
         stop: Set when the thread must end.
     """
 
     def __init__(self) -> None:
-        # Simple ones: garbage may be collected, and `close` called, in the middle of a call of
-        # another kind, in the thread that holds its lock.
+        # Simple queues, as only these are reentrant: garbage collection may call `close` in the
+        # middle of a call, in the thread that holds the lock of the queue.
         self.ready = queue.SimpleQueue[tuple[Any, BaseException | None]]()
         self.room = queue.SimpleQueue[None]()
         self.room.put(None)
@@ -36,23 +36,23 @@ class _Channel:
 
 
 class Prefetch(Generic[Item]):
-    """Iterator that runs another iterator in a thread, which holds one item ready.
+    """Iterator that runs another iterator in a thread, which keeps one item ready.
 
-    JAX's settings in that thread are those of the thread that creates this.
+    The thread has the JAX settings of the thread that creates this object.
 
-    An exception of that iterator is raised, with its traceback, in the loop that requests the
-    next item. The thread ends with `close`, which is also called when the last reference is
-    dropped, after an exception, and when the interpreter exits.
+    If the other iterator raises an exception, it is raised, with its traceback, in the loop that
+    requests the next item. The thread ends with `close`, which is also called when the last
+    reference is dropped, after an exception, and when the interpreter exits.
 
     Args:
         make: Returns the iterator. Called in the thread, with an event that is set when the
             thread must end. If the iterator waits, `wake` must be able to end the wait.
-        wake: Called once, after the event was set.
+        wake: Called once, after the event has been set.
     """
 
     def __init__(self, make: Callable[[threading.Event], Iterator[Item]], wake: Callable[[], None]):
         self._channel = channel = _Channel()
-        # a daemon, as a source that is stuck must not keep the process from ending
+        # a daemon, as a source that hangs must not keep the process from ending
         thread = BackgroundThread(_run, (make, channel), name="elche-prefetch")
         # neither thread nor finalizer may refer to `self`, or it would never be collected
         self._finish = weakref.finalize(self, _close, thread, channel, wake)
@@ -74,14 +74,14 @@ class Prefetch(Generic[Item]):
             try:
                 raise end
             finally:
-                del end  # its traceback refers to this frame, and would be referred to by it
+                del end  # its traceback refers to this frame: avoids a reference cycle
         return item
 
     def close(self) -> None:
         """End the thread and wait for it briefly. Idempotent.
 
-        An iterator that is stuck, in the user's data source, cannot be interrupted. `close`
-        waits for half a second; the thread ends as soon as the iterator looks at the event.
+        An iterator that hangs in the user's data source cannot be interrupted. `close` waits
+        for half a second; the thread ends as soon as the iterator checks the event.
         """
         self._finish()
 

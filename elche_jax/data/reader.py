@@ -2,7 +2,7 @@
 
 A reader turns a source into numbered microbatches of fixed shape. The last one may hold fewer
 valid examples; it is padded with copies of its first row, which the program masks out.
-Copies, since arbitrary padding could produce NaN.
+Copies are used because arbitrary padding could produce NaN.
 """
 
 import threading
@@ -19,7 +19,7 @@ from elche_jax.data.order import Cursor, Reading, epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, Stopped, stack
 
 PyTree = Any
-# not None, which an iterator may yield by mistake: no end, but an error
+# not None: an iterator may yield it by mistake, which is an error and not the end
 _END = object()
 
 
@@ -101,13 +101,13 @@ class IterableReader:
         """Read `want` microbatches from `start` on; return how many of them exist.
 
         Raises:
-            Stopped: The loop that they are for has ended.
+            Stopped: The loop that uses the microbatches has ended.
         """
         # microbatches before `start` are not read again
         del self._held[: start - self._first]
         self._first = start
         while len(self._held) < want and not self._ended:
-            if self._stop.is_set():  # the rest of the window is left to the user
+            if self._stop.is_set():  # leaves the rest of the window to the user
                 raise Stopped
             item = next(self._items, _END)
             if item is _END:
@@ -139,7 +139,7 @@ class IterableReader:
                 f"microbatch {number} has {size}."
             )
         if size < self._batch_size:
-            # remembered even if it is dropped: in the middle of an epoch it is an error
+            # remembered even if dropped: in the middle of an epoch it is an error
             self._short = Partial(number, size)
             if self._drop_last:
                 return
@@ -184,13 +184,13 @@ def open_epoch(
 
     Args:
         source: The data.
-        reading: How they are read.
-        at: The first microbatch that will be read.
-        stop: Nothing more is read once it is set.
+        reading: How it is read.
+        at: The position of the first microbatch to read.
+        stop: Nothing more is read once this event is set.
 
     Raises:
         ValueError: If the cursor is beyond the end of the epoch.
-        Stopped: `stop` is set; the reader raises it, too.
+        Stopped: `stop` is set; the methods of the reader raise it, too.
     """
     if isinstance(source, IterableSource):
         reader = IterableReader(source, reading, stop)

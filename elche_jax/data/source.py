@@ -46,7 +46,7 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
     Raises:
         TypeError: If the keys of a dict cannot be sorted.
         ValueError: If the examples differ in structure, or a leaf in shape or dtype. Dtypes that
-            JAX takes for the same, as it does without 64 bits, do not differ.
+            are the same to JAX, as with 64-bit types disabled, do not count as different.
     """
     rows: list[np.ndarray] = []
     structure: Any = None
@@ -55,7 +55,7 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
         leaves = [np.asarray(leaf) for leaf in leaves]
         if structure is None:
             structure = found
-            # copied even if there is one: a dataset may reuse its buffer, and a device may
+            # copied even if there is only one: a dataset may reuse its buffer, and a device may
             # read the block in place
             rows = [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
         if found != structure:
@@ -70,7 +70,7 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
                     f"({row.shape[1:]}, {row.dtype}), example {number} has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )
-            if leaf.dtype.itemsize > row.dtype.itemsize:  # whoever places it checks that it fits
+            if leaf.dtype.itemsize > row.dtype.itemsize:  # placing it checks that it fits
                 rows[at] = row = _widened(row, leaf.dtype, position)
             row[position] = leaf
         if position % HAND_OVER == 0:
@@ -79,21 +79,21 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
 
 
 def _widened(rows: np.ndarray, dtype: np.dtype[Any], filled: int) -> np.ndarray:
-    """Return rows of another dtype, of which so many are filled."""
+    """Return rows of a wider dtype, with the first `filled` rows copied."""
     wide = np.empty(rows.shape, dtype)
-    wide[:filled] = rows[:filled]  # to cast whatever is in the others might warn
+    wide[:filled] = rows[:filled]  # casting the uninitialised rest might warn
     return wide
 
 
 def _same_in_jax(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Return whether JAX makes the same dtype of two."""
+    """Return whether JAX converts two dtypes to the same one."""
     if one == other or one.kind != other.kind or one.kind not in "iufc":
         return one == other
     return dtypes.canonicalize_dtype(one) == dtypes.canonicalize_dtype(other)
 
 
 class Stopped(Exception):
-    """Raised where data are read for a loop that has ended."""
+    """Raised when data is read for a loop that has ended."""
 
 
 class ArraySource:
@@ -139,7 +139,7 @@ class MapSource:
 
     Args:
         dataset: The dataset.
-        stop: No example is read once it is set.
+        stop: No example is read once this event is set.
     """
 
     def __init__(self, dataset: Any, stop: threading.Event | None = None):
@@ -159,9 +159,9 @@ class MapSource:
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """Return the examples at `index`, stacked; leaves `(len(index), ...)`."""
-        # ints of Python's, as NumPy's are no instances of int, which a dataset may ask for
+        # Python ints: NumPy's are not instances of int, which a dataset may require
         numbers = index.tolist()
-        # a generator, as the end of a map would hide a StopIteration of the dataset's own
+        # a generator, as `map` would take a StopIteration that the dataset raises for the end
         return stack((self.example(number) for number in numbers), numbers)
 
 
@@ -174,12 +174,12 @@ class IterableSource:
 
     @property
     def once(self) -> bool:
-        """Whether the data can be iterated only once, as an iterator."""
+        """Whether the data is an iterator, which can be iterated only once."""
         return isinstance(self.iterable, Iterator)
 
     @property
     def peeked(self) -> bool:
-        """Whether the first microbatch was read by `peek` and not used yet."""
+        """Whether `peek` has read the first microbatch and it has not been used yet."""
         return self._peeked is not None
 
     def peek(self) -> PyTree:
@@ -198,7 +198,7 @@ class IterableSource:
         """Iterate over the microbatches of one epoch."""
         rest: Iterable[PyTree] = self.iterable
         if self._peeked is not None:
-            # forgotten first, so that the next epoch begins anew even if this one is broken off
+            # cleared first, so that the next epoch starts anew even if this one is abandoned
             (first, rest), self._peeked = self._peeked, None
             yield first
         for item in rest:  # noqa: UP028  (`yield from` would close a user's generator with the loop)

@@ -50,7 +50,7 @@ class Range:
             {8: 100, 4: 108, 1: 112}
         """
         starts, at = {}, self.start
-        # longest first: `Pieces.fetch` computes the starts anew on the device, by this order
+        # longest first: `Pieces.fetch` recomputes the starts on the device, in this order
         for length in piece_lengths(self.count):
             if self.count & length:
                 starts[length] = at
@@ -66,10 +66,10 @@ def split_window(
     Args:
         counts: Microbatches per device.
         capacity: Largest number of microbatches of a device in one call, at least 1.
-        ranks: The devices whose ranges are wanted; None for all.
+        ranks: Ranks of the devices whose ranges to return; None for all.
 
     Returns:
-        For each call, a tuple with one range per wanted device. The ranges of a device are
+        For each call, a tuple with one range per such device. The ranges of a device are
         consecutive, and its work is split evenly over the calls: as counts are proportional
         to speeds, the devices then finish each call together, even if the runtime starts a
         call on all of them at once.
@@ -82,11 +82,11 @@ def split_window(
     firsts = [0, *accumulate(counts)]
     wanted = [(firsts[rank], counts[rank]) for rank in ranks or range(len(counts))]
     calls = -(-max(count for _, count in wanted) // capacity)  # rounded up
-    # devices without work take part in the exchange with those of other processes
+    # devices without work still take part in the exchange with those of other processes
     calls = max(calls, int(any(counts)))
 
     def part(first: int, count: int, call: int) -> Range:
-        # filled one after the other, calls made such a window 1.4 times as long
+        # filling one call after the other made such a window 1.4 times as long
         begin, end = count * call // calls, count * (call + 1) // calls
         return Range(first + begin, end - begin)
 

@@ -32,7 +32,7 @@ class Accumulators:
         self._unreported: PyTree = None
 
     @cached_property
-    def _shape(self) -> PyTree:  # tracing takes a while, and whole windows need no carry
+    def _shape(self) -> PyTree:  # lazy: tracing is slow, and whole windows need no carry
         return jax.eval_shape(self._program.zeros, self._one)
 
     @cached_property
@@ -55,7 +55,7 @@ class Accumulators:
 
     @property
     def unreported(self) -> PyTree:
-        """Metrics of the last window that the next one will report; None if there are none.
+        """Metrics of the pending windows, which later windows will report; None if there are none.
 
         Host arrays, leaves `(devices,)`. Reading them waits for the last window.
         """

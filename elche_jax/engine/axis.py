@@ -1,6 +1,6 @@
 """Reductions over devices: inside a mapped function, on one device, or on the host.
 
-Formulas over several devices are written once, against any axis. `xp` is the array module.
+Formulas over several devices are written once, for any axis. `xp` is the array module.
 A *per-device value* is the device's own value inside a mapped function; elsewhere it is a list
 with one entry per device that has delivered.
 """
@@ -25,7 +25,7 @@ from elche_jax.engine.wire import Encoded, decoded, sum_bfloat16, sum_int8
 
 PyTree = Any
 PerDevice = Any
-"""A per-device value, see the module docstring."""
+"""A per-device value; see the module docstring."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DeviceAxis:
         return rows[0] if self.size == 1 else rows[jax.lax.axis_index(AXIS)]
 
     def any(self, value: PerDevice) -> Any:
-        """Return a device's value, if it is the same on all devices."""
+        """Return a value that is the same on all devices."""
         return value
 
     def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
@@ -127,7 +127,8 @@ class ListAxis(ABC):
         """See `DeviceAxis.largest`; the value of the first device if none worked."""
         values, known = self.xp.stack(leaf), self.xp.stack(worked)
         has = known.reshape(-1, *[1] * (values.ndim - 1))
-        # the first one's in place of those without work: every dtype has another lowest value
+        # devices without work get the value of the first that worked: no value is the lowest in
+        # every dtype
         return self.xp.where(has, values, values[self.xp.argmax(known)]).max(axis=0)
 
     def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
@@ -179,9 +180,9 @@ class HostAxis(ListAxis):
 
 @dataclass(frozen=True)
 class HostProcessAxis(HostAxis):
-    """The devices of several processes, each with those that have delivered to its host.
+    """The devices of several processes; each process holds those that have delivered to its host.
 
-    Whatever combines devices is an exchange of the processes, which all of them have to enter.
+    Every method that combines devices is an exchange between processes: all must call it.
 
     Attributes:
         job: The processes.
@@ -201,7 +202,7 @@ class HostProcessAxis(HostAxis):
         flat = self.job.sum(np.concatenate([np.ravel(leaf) for leaf in leaves]))
         parts = np.split(flat, np.cumsum([np.size(leaf) for leaf in leaves])[:-1])
         shaped = [
-            part.reshape(np.shape(leaf)).astype(leaf.dtype, copy=False)  # of the widest
+            part.reshape(np.shape(leaf)).astype(leaf.dtype, copy=False)  # from the widest
             for part, leaf in zip(parts, leaves, strict=True)
         ]
         return structure.unflatten(shaped)
@@ -216,9 +217,9 @@ class HostProcessAxis(HostAxis):
 
 @dataclass(frozen=True)
 class LeadAxis(ListAxis):
-    """The devices of several lanes, whose contributions have reached the lead.
+    """The devices of several lanes whose contributions have reached the lead.
 
-    A tree without arrays counts as 0: another one of its lane is the sum over the lane.
+    A tree without arrays counts as 0: another tree of its lane holds the sum over the lane.
 
     Attributes:
         xp: The module of array functions.
@@ -243,11 +244,12 @@ class LeadAxis(ListAxis):
 class ProcessAxis(LeadAxis):
     """The devices of several processes: a list on each process's lead, the leads a mapped axis.
 
-    A process with fewer devices than others has values of no work in place of those it lacks.
+    The list of a process with fewer devices than others is padded with values of devices without
+    work.
 
     Attributes:
-        ranks: For each process that is there the ranks of its devices, ascending. Rows of other
-            devices are 0.
+        ranks: For each live process, the ranks of its devices, ascending. Rows of other devices
+            are 0.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -260,12 +262,12 @@ class ProcessAxis(LeadAxis):
     def rows(self, value: PerDevice) -> Any:
         rows = jax.lax.all_gather(jnp.stack(value), AXIS, tiled=True)
         places = places_of(self.ranks, self.width, self.size)
-        if max(places) == len(rows):  # devices that are lost
+        if max(places) == len(rows):  # the place of lost devices: a row of zeros
             rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
         return rows[np.array(places)]
 
     def mine(self, rows: Any) -> PerDevice:
-        # one row more, of zeros, for what a process lacks
+        # one more row, of zeros, for the padding
         rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
         return list(rows[self._own(self.size)])
 
@@ -276,10 +278,10 @@ class ProcessAxis(LeadAxis):
         if len(sent) == 1:
             own = None if weight is None else weight[0]
             return DeviceAxis(len(self.ranks)).decoded_sum(sent[0], own)
-        if sent[0].scales is None:  # rounded once more: what travels is one sum per process
+        if sent[0].scales is None:  # rounded once more, as each process sends one sum
             own = self._sum([decoded(one) for one in sent], weight)
             return sum_bfloat16(Encoded([x.astype(jnp.bfloat16) for x in own]), None)
-        # all as they were encoded: another rounding would have no error feedback
+        # sent as encoded: a second rounding would have no error feedback
         weights = [1.0] * len(sent) if weight is None else weight
         # not 0 * NaN
         scales = [
@@ -292,7 +294,7 @@ class ProcessAxis(LeadAxis):
         return [reduce(jnp.add, parts[at::arrays]) for at in range(arrays)]
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        # what a process lacks is all zeros, also where no device has worked and all count
+        # padding, all zeros, must not count, even if no device has worked and so all others count
         worked = list(jnp.stack(worked) & (self._own(self.size) < self.size))
         own = super().largest(leaf, worked)
         return DeviceAxis(len(self.ranks)).largest(own, reduce(jnp.logical_or, worked))
@@ -305,13 +307,13 @@ class ProcessAxis(LeadAxis):
         return broadcast_from(super().first(leaf, worked), source, AXIS)
 
     def _own(self, none: int) -> Any:
-        """Return the ranks of this process's devices; ``none`` for those it lacks."""
+        """Return the ranks of this process's devices, padded with ``none``."""
         table = [(*own, *[none] * (self.width - len(own))) for own in self.ranks]
         return jnp.array(table, jnp.int32)[jax.lax.axis_index(AXIS)]
 
 
 Axis = DeviceAxis | HostAxis | LeadAxis
-"""The devices that values are combined over."""
+"""The devices over which values are combined."""
 
 
 def _times(tree: PyTree, weight: Any) -> PyTree:

@@ -1,4 +1,4 @@
-"""What arrays consist of: floats, typed PRNG keys and their data, bits that every backend takes."""
+"""What arrays hold: floats, typed PRNG keys and their data, bits that every backend accepts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,48 +14,48 @@ from elche_jax.engine.shapes import named
 
 
 def is_key(leaf: Any) -> TypeGuard[jax.Array]:
-    """Return whether a leaf, or what has its shape, is of typed PRNG keys."""
-    known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)  # others have dtypes of their own
+    """Return whether a leaf, an array or its shape, holds typed PRNG keys."""
+    known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)  # others may have dtypes JAX lacks
     return known and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_float(leaf: Any) -> bool:
-    """Return whether an array, or what has its shape, is of floats."""
+    """Return whether an array, or anything else with a dtype, holds floats."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return whether JAX has arrays of this dtype, or of one with fewer bits."""
+    """Return whether JAX has arrays of this dtype, or of a narrower one."""
     # NumPy counts time differences as integers, and may have floats of more than 64 bits
     numeric = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
     return numeric and dtype.kind != "m" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 
 def wide_dtype(leaf: Any) -> np.dtype[Any]:
-    """Return the dtype in which floats like these are summed: float32, or their own float64."""
+    """Return the dtype in which floats are summed: float64 for float64 leaves, else float32."""
     dtype = np.float64 if leaf.dtype == np.float64 else np.float32
-    return jax.dtypes.canonicalize_dtype(dtype)  # an array of the host may be wider than JAX's
+    return jax.dtypes.canonicalize_dtype(dtype)  # a host array may be wider than JAX's
 
 
 def wide(leaf: Any) -> Any:
     """Cast floats to the dtype in which they are summed."""
     dtype = wide_dtype(leaf)
-    return leaf if leaf.dtype == dtype else leaf.astype(dtype)  # NumPy would copy it
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)  # NumPy's `astype` would copy
 
 
 def check_integers(
     where: str, what: str, name: str, leaf: Any, todo: str = "Switch jax_enable_x64 on."
 ) -> None:
-    """Raise `ValueError` if an integer would be cut off.
+    """Raise `ValueError` if an integer would be truncated.
 
-    Without 64-bit types JAX keeps 32 bits of every integer.
+    Without 64-bit types, JAX keeps only 32 bits of every integer.
 
     Args:
         where: The function the user called.
         what: What the integers are, for the message.
-        name: Name of the leaf; empty if it says nothing.
+        name: Name of the leaf; empty to leave it out of the message.
         leaf: An array of any dtype.
-        todo: What to do about it.
+        todo: What the user can do about it.
     """
     if is_key(leaf):
         return
@@ -71,13 +71,13 @@ def check_integers(
 
 
 def check_bits(where: str, **trees: Any) -> None:
-    """Raise `TypeError` if numbers have less than 8 bits.
+    """Raise `TypeError` if numbers have fewer than 8 bits.
 
-    Programs that are compiled ahead of time refuse the layout that JAX gives them.
+    Programs compiled ahead of time reject the layout that JAX gives such arrays.
 
     Args:
         where: The function the user called.
-        **trees: Pytrees by the names of arguments; leaves without a dtype are not looked at.
+        **trees: Pytrees by the names of arguments; leaves without a dtype are skipped.
     """
     for argument, tree in trees.items():
         for name, leaf in named(tree, argument):
@@ -90,14 +90,14 @@ def check_bits(where: str, **trees: Any) -> None:
 
 def _bits_of(dtype: Any) -> int:
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
-        # for NumPy differences of times are integers
+        # NumPy counts time differences as integers
         if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(dtype, np.timedelta64):
             return info(dtype).bits
     return 8
 
 
 def check_numbers(where: str, name: str, array: np.ndarray) -> None:
-    """Raise `TypeError` if an array of the host holds no numbers, else see `check_integers`."""
+    """Raise `TypeError` unless a host array holds numbers, then call `check_integers`."""
     if not is_numeric(array.dtype):
         raise TypeError(
             f"{where}: every leaf must be an array of numbers, leaf {name} is of dtype "
@@ -107,7 +107,7 @@ def check_numbers(where: str, name: str, array: np.ndarray) -> None:
 
 
 def raw(leaf: Any) -> Any:
-    """Return the data of an array of typed PRNG keys, and any other leaf as it is."""
+    """Return the data of an array of typed PRNG keys; return any other leaf unchanged."""
     if isinstance(leaf, Stacked):
         return leaf.map(raw)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
@@ -117,8 +117,8 @@ def with_type_of(like: StackedArray, data: StackedArray) -> StackedArray:
     """Invert `raw`.
 
     Args:
-        like: The array that it got, or another of its dtype.
-        data: Its result.
+        like: The argument of `raw`, or another array of its dtype.
+        data: The result of `raw`.
     """
     one = like.arrays[0] if isinstance(like, Stacked) else like
     if not is_key(one):
@@ -130,13 +130,13 @@ def with_type_of(like: StackedArray, data: StackedArray) -> StackedArray:
 def as_bits(leaf: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Return an array's bits as integers that every backend can sum, and the inverse.
 
-    These have 32 bits, or 64 where an element has as many. Bitcasts take no typed keys: `leaf` is
-    `raw`.
+    The integers have 32 bits, or 64 for 64-bit numbers; complex numbers are pairs. Bitcasts
+    reject typed keys: pass their `raw` data.
     """
     dtype = leaf.dtype
     if dtype == jnp.bool_:
         return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:  # no bitcast takes these
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:  # bitcasts reject these
         return leaf.astype(jnp.int32), lambda bits: bits.astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([leaf.real, leaf.imag])

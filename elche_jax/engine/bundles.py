@@ -1,9 +1,9 @@
-"""Equations that are alike, joined into one over bundles of arrays.
+"""Like equations, joined into one over bundles of arrays.
 
-An optimizer computes the same for every parameter, and XLA compiles, and runs, what it computes for
-each on its own. A bundle holds arrays of one shape as the rows of one array. Equations that differ
-only in the rows they read are joined into one that reads whole bundles: elementwise ones, and
-reductions within a row.
+An optimizer does the same computation for every parameter, and XLA compiles and runs each one
+separately. A bundle holds arrays of one shape as the rows of one array. Elementwise equations, and
+reductions within a row, that differ only in the rows they read are joined into one that reads whole
+bundles.
 
 See docs/design/0013-first-window.md.
 """
@@ -22,18 +22,18 @@ from elche_jax.engine.entries import current_entries
 from elche_jax.engine.jaxprs import CALLS, JOINABLE, called
 
 JOIN_BELOW = 8 * 2**10
-"""Arrays smaller than this, in bytes, are bundled: a copy of a larger one takes longer than a
-kernel of its own."""
+"""Arrays smaller than this, in bytes, are bundled: copying a larger one takes longer than a
+separate kernel."""
 
 FEWEST = 4
-"""Fewest equations that are joined."""
+"""Smallest number of equations that are joined."""
 
 WORTH = 3
-"""Fewest equations, for each array of a result, that have to be saved: what fills the bundles and
-takes their rows out costs about as much (Adam saves 5, SGD with momentum 2)."""
+"""Smallest number of equations to save per result array: filling the bundles and taking their rows
+out costs about as much (Adam saves 5, SGD with momentum 2)."""
 
 Number = int
-"""Number of a value; arguments come first, in their order."""
+"""Number of a value; arguments come first, in order."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rows:
 
     Attributes:
         bundle: Index of the bundle.
-        at: Their places.
+        at: Indices of the rows.
     """
 
     bundle: int
@@ -84,7 +84,7 @@ class Step:
     Attributes:
         eqn: The equation, or one of them.
         operands: What it reads; `Rows` only if joined.
-        results: Numbers of its results; if joined, the index of the bundle of all.
+        results: Numbers of its results; if joined, the index of the bundle that holds them all.
         joined: Whether several are joined.
     """
 
@@ -95,12 +95,12 @@ class Step:
 
 
 class Inlined:
-    """A jaxpr whose calls are replaced by what they call.
+    """A jaxpr with its calls inlined.
 
     Attributes:
         equations: Its equations.
         avals: Shapes and dtypes of all values, by number.
-        consts: Values of those that are known, by number.
+        consts: Values of the constants, by number.
         results: Its results.
     """
 
@@ -138,14 +138,14 @@ class Inlined:
 
 
 class Plan:
-    """A computation in steps, in which equations that are alike are joined.
+    """A computation in steps, with like equations joined.
 
     Args:
         closed: The jaxpr of the computation, without side effects.
 
     Attributes:
         steps: The steps, in an order in which they can be run.
-        bundled: Positions of the arguments of each bundle that is read, with its index.
+        bundled: Index of each bundle of arguments that is read, by their positions.
         results: The results of the computation.
 
     Examples:
@@ -161,11 +161,11 @@ class Plan:
         inlined = Inlined(closed)
         self._avals, self._consts = inlined.avals, inlined.consts
         self._arguments = len(closed.jaxpr.invars)
-        self._same: dict[Number, Number] = {}  # duplicates, and what stands for them
+        self._same: dict[Number, Number] = {}  # each duplicate, and what stands for it
         self._rows: dict[Number, Row] = {}
         self._shapes: list[tuple[int, ...]] = []  # of the rows of each bundle
         self.bundled: dict[tuple[int, ...], int] = {}
-        # what is read in a level is known when it begins: it was computed in earlier ones
+        # a level reads only what earlier levels have computed
         levels: dict[int, list[Equation]] = defaultdict(list)
         for equation in inlined.equations:
             levels[equation.level].append(equation)
@@ -179,17 +179,17 @@ class Plan:
         self._saved = len(inlined.equations) - len(self.steps)
 
     def worthwhile(self, results: int) -> bool:
-        """Return whether it saves more than it costs, for this number of results that are kept.
+        """Return whether joining saves more than it costs, for this number of results to keep.
 
-        Rows that are read on their own by what cannot be joined, as products of matrices, take a
-        kernel each.
+        Each row read individually by an equation that cannot be joined, such as a matrix product,
+        takes a kernel.
         """
         read = [x for step in self.steps if not step.joined for x in step.operands]
         apart = sum(isinstance(x, Row) and self._shapes[x.bundle] != () for x in read)
         return apart < FEWEST and self._saved >= WORTH * results
 
     def reads(self, bundles: Collection[tuple[int, ...]]) -> set[int]:
-        """Return the positions of the arguments it reads on their own, where it has bundles."""
+        """Return the positions of the arguments it reads individually, given these bundles."""
         read = [x for step in self.steps for x in step.operands] + self.results
         single = {x for x in read if isinstance(x, int) and x < self._arguments}
         return single.union(*(members for members in self.bundled if members not in bundles))
@@ -198,8 +198,8 @@ class Plan:
         """Return the results, an array or a pair `(bundle, row)` for each.
 
         Args:
-            args: The arguments that are read on their own, by position.
-            bundles: The bundles that `bundled` names.
+            args: The arguments that are read individually, by position.
+            bundles: The bundles that `bundled` lists.
         """
         values = {**args, **self._consts}
         made = {number: bundles[members] for members, number in self.bundled.items()}
@@ -221,7 +221,7 @@ class Plan:
                 one = partial(eqn.primitive.bind, **eqn.params)
                 made[step.results[0]] = jax.vmap(one, axes)(*operands)
                 continue
-            with eqn.ctx.manager:  # what the user had set where the equation was traced
+            with eqn.ctx.manager:  # the settings it was traced under
                 results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
             several = results if eqn.primitive.multiple_results else [results]
             values.update(zip(step.results, several, strict=True))
@@ -235,7 +235,7 @@ class Plan:
         return list(groups.values())
 
     def _kind(self, equation: Equation) -> Hashable:
-        """Return what equations have in common that may be joined."""
+        """Return a key that is the same for equations that may be joined."""
         eqn = equation.eqn
         if eqn.primitive.name not in JOINABLE or not is_small(eqn.outvars[0].aval):
             return id(equation)
@@ -254,7 +254,7 @@ class Plan:
         return number
 
     def _joined(self, alike: list[Equation]) -> Iterator[Step]:
-        """Iterate over the steps that take the place of equations that are alike."""
+        """Iterate over the steps that replace a group of like equations."""
         first, *others = alike
         if others and all(self._reads(one) == self._reads(first) for one in others):
             self._same.update((one.results[0], first.results[0]) for one in others)
@@ -270,12 +270,15 @@ class Plan:
         yield Step(first.eqn, operands, (made,), True)
 
     def _reads(self, equation: Equation) -> list[Number]:
-        """Return the values it reads; equations of a kind that read the same give the same."""
+        """Return the values that an equation reads.
+
+        Equations of one kind that read the same values have the same results.
+        """
         numbers = (x for x in equation.operands if not isinstance(x, core.Literal))
         return [self._same.get(x, x) for x in numbers]
 
     def _column(self, column: tuple[core.Literal | Number, ...]) -> Operand:
-        """Return what a joined equation reads where the single ones read these."""
+        """Return what a joined equation reads where the single equations read these."""
         if isinstance(column[0], core.Literal):
             return column[0]
         numbers = tuple(self._same.get(x, x) for x in column if not isinstance(x, core.Literal))
@@ -308,16 +311,16 @@ def bundled(arrays: Sequence[Any]) -> Any:
     shape = arrays[0].shape
     if not shape:
         arrays = [jax.lax.expand_dims(array, (0,)) for array in arrays]
-    # along the axis they have: one more axis would be one more operation for each
+    # along their first axis: a new axis would take one more operation per array
     return jax.lax.concatenate(arrays, 0).reshape(len(arrays), *shape)
 
 
 def rows_of(bundle: Any, starts: Sequence[Any]) -> list[Any]:
-    """Return rows of a bundle at places that the program computes, invert `bundled`.
+    """Return rows of a bundle at places computed by the program, the inverse of `bundled`.
 
     Args:
         bundle: The bundle, `(count, ...)`.
-        starts: For each wanted row `i`, the number `i * row_length(bundle)`, int32.
+        starts: For each row `i` to return, `i * row_length(bundle)`, int32.
     """
     length, (count, *shape) = row_length(bundle), bundle.shape
     rows = slices_of(bundle.reshape(count * length, *shape[1:]), starts, length)
@@ -325,25 +328,25 @@ def rows_of(bundle: Any, starts: Sequence[Any]) -> list[Any]:
 
 
 def slices_of(array: Any, starts: Sequence[Any], length: int) -> list[Any]:
-    """Return slices of the first axis, of this length, at places that the program computes."""
+    """Return slices of this length of the first axis, at places computed by the program."""
     shape = length, *array.shape[1:]
-    # a slice is as long as the other axes, so that any place there is moved to 0; a number would
-    # be a constant of its own for every slice
+    # a slice spans the other axes, so any start there is clamped to 0; a literal would be a
+    # separate constant for every slice
     rest = [starts[0]] * (array.ndim - 1)
     return [
-        # the default would wrap negative indices, by three more operations for each
+        # the default wraps negative indices, which takes three more operations per slice
         jax.lax.dynamic_slice(array, (start, *rest), shape, allow_negative_indices=False)
         for start in starts
     ]
 
 
 def row_length(bundle: Any) -> int:
-    """Return the length of a row on its first axis, 1 if it has none."""
+    """Return the length of a row along its first axis; 1 for a scalar."""
     return bundle.shape[1] if bundle.ndim > 1 else 1
 
 
 def take(bundle: Any, at: int | tuple[int, ...]) -> Any:
-    """Return a row of a bundle, or several, at known places."""
+    """Return one or several rows of a bundle, at places known when tracing."""
     if isinstance(at, int):
         return jax.lax.index_in_dim(bundle, at, keepdims=False)
     return bundle if at == tuple(range(len(bundle))) else bundle[np.array(at)]

@@ -45,7 +45,7 @@ def differing(sums: Any) -> list[tuple[int, int]]:
     return [(int(leaf), int(rank)) for leaf, rank in np.argwhere(unlike.T)]
 
 
-# kept, as a new `Mapped` would compile again
+# cached, as a new `Mapped` would compile again
 @lru_cache(maxsize=16)
 def _program(fleet: Fleet) -> MappedFunction:
     return fleet.mapped(lambda leaves: (jnp.stack([_sum(leaf) for leaf in leaves]), None))
@@ -56,7 +56,7 @@ def _sum(leaf: Any) -> Any:
     place = jax.lax.iota(jnp.uint32, mixed.size)
     # `_mix(0)` is 0, so without the constant both factors of place 0 would be 1
     factors = (2 * place + 1, _mix(place ^ jnp.uint32(0x9E3779B9)) | 1)
-    # integers wrap, so that the order in which a backend adds does not matter
+    # integers wrap, so the order in which a backend adds them does not matter
     return jnp.stack([(mixed * factor).sum(dtype=jnp.uint32) for factor in factors])
 
 
@@ -72,6 +72,6 @@ def _words(leaf: Any) -> Any:
     leaf = raw(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    # not by way of 64 bits, which there are only with `jax_enable_x64`
+    # not through 64-bit integers, which exist only with `jax_enable_x64`
     words = leaf if leaf.dtype.itemsize >= 4 else as_bits(leaf)[0]
     return jax.lax.bitcast_convert_type(words, jnp.uint32).reshape(-1)

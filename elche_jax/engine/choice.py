@@ -1,4 +1,4 @@
-"""Choosing between a new state and an old one, by a flag that is known only on the device."""
+"""Selection between a new and an old state by a flag that is known only on the device."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ PyTree = Any
 
 def chosen(flag: Any, new: PyTree, old: PyTree) -> PyTree:
     """Select between two trees of equal structure by a scalar flag."""
-    # `lax.select`: a `jnp.where` is a call in the program that takes long to trace
+    # not `jnp.where`, a call in the program that takes long to trace
     return jax.tree.map(lambda a, b: jax.lax.select(flag, a, b), new, old)
 
 

@@ -1,8 +1,8 @@
 """The programs of a window whose mean is computed by collectives, in a mapped function.
 
-`accumulate` runs microbatches, without a collective, so that devices run at their own pace;
-`combine` ends the window. With windows pending, the oldest of them is exchanged. It does not
-depend on the current microbatches, so that the exchange overlaps with them.
+`accumulate` runs microbatches without a collective, so devices run at their own pace; `combine`
+ends the window. With pending windows, the oldest of them is exchanged. It does not depend on the
+current microbatches, so the exchange overlaps with them.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Carried:
     Attributes:
         own: The carry of the rule.
         work: Microbatches and valid examples of the window over all devices, int32, `(2,)`.
-        before: Sums of the windows that are pending, oldest first, see `Rule.sums_of`.
+        before: Sums of the pending windows, oldest first, see `Rule.sums_of`.
     """
 
     own: Carry
@@ -56,7 +56,7 @@ class CollectiveProgram:
 
     @property
     def pending(self) -> int:
-        """Number of windows that are pending between two windows."""
+        """Number of pending windows between two windows."""
         return self.rule.pending
 
     def zeros(self, state: TrainState) -> Carried:
@@ -83,10 +83,10 @@ class CollectiveProgram:
         Args:
             state: The state at the start of the window.
             carried: The carry after its microbatches.
-            exchanged: The mean, if its exchange overlapped with them.
+            exchanged: The result of the exchange, if it overlapped with the microbatches.
 
         Returns:
-            `((state, finite), metrics)`; `finite` says whether the device's own part is.
+            `((state, finite), metrics)`; `finite` says whether the device's own part is finite.
         """
         after, new = self.rule.finish(state, carried.own)
         sums = (*carried.before, self.rule.sums_of(carried.own))[0]
@@ -119,7 +119,7 @@ class CollectiveProgram:
 
         Returns:
             `((state, carried, finite), metrics)`; `finite` says whether the device's own part
-            is.
+            is finite.
         """
         carried = self._begun(state, carried, call_args)
         exchanged = None
@@ -127,7 +127,7 @@ class CollectiveProgram:
             oldest = state.averaging.pending[0]
             exchanged = self._exchange(Ended(state, state, oldest, 0), carried.before[0])
         carried, _ = self._loop(state, carried, payload, call_args)
-        if self.pending:  # as in two programs: fused, loop and end would round differently
+        if self.pending:  # as in two programs: if fused, loop and end would round differently
             carried, exchanged = jax.lax.optimization_barrier((carried, exchanged))
         (state, own), metrics = self.combine(state, carried, exchanged)
         return (state, carried, own), metrics
@@ -143,18 +143,20 @@ class CollectiveProgram:
         return self.combine(state, carried)
 
     def unreported(self, carried: Carried) -> tuple[Sums, ...]:
-        """Return the sums of the windows that are pending."""
+        """Return the sums of the pending windows."""
         return (*carried.before, self.rule.sums_of(carried.own))[1:]
 
     def reporting(self, carried: Carried, unreported: tuple[Sums, ...]) -> Carried:
-        """Insert the sums that an earlier run's pending windows have left."""
+        """Insert the sums that the pending windows of an earlier run left."""
         *before, last = unreported
         own = carried.own.replace(**last)
         return replace(carried, own=own, before=(*carried.before[:1], *before))
 
     def _begun(self, state: TrainState, carried: Carried, call_args: CallArgs) -> Carried:
-        """Return the carry of a call: a new one in the first call of a window, except for the
-        pending sums."""
+        """Return the carry of a call.
+
+        In the first call of a window it is new, except for the pending sums.
+        """
         start = replace(self.zeros(state), before=self.unreported(carried) if self.pending else ())
         return chosen(call_args.fresh, start, carried)
 
@@ -170,9 +172,9 @@ class CollectiveProgram:
         return replace(carried, own=own, work=jnp.stack(call_args.totals)), token
 
     def advanced(self, state: TrainState, carried: Carried) -> TrainState:
-        """Count the window in a state whose counters are still those before it."""
+        """Count the window in a state whose counters do not include it yet."""
         examples = carried.work[1]
-        # it stays at its largest value, as the counters of optax do: a schedule has then ended
+        # it stays at its largest value, like optax's counters: a schedule has ended by then
         most = jnp.iinfo(state.examples.dtype).max
         return state.replace(
             microbatches=state.microbatches + carried.work[0],

@@ -125,7 +125,7 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
                 f"{where}: every leaf must be a float array, leaf "
                 f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
             )
-        # not by promotion, which JAX refuses for floats of 8 bits
+        # not by promotion, which JAX refuses for 8-bit floats
         value = wide(leaf)
         # `!=`, not `>`: a NaN weight must make the sum NaN
         return jnp.where(weight != 0, value * weight.astype(value.dtype), 0)

@@ -1,4 +1,4 @@
-"""A cache of compiled programs, which can also compile ahead of need in the background."""
+"""A cache of compiled programs that can also compile in the background, ahead of need."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from elche_jax._waiting import Condition, interruptible
 
 Build = Callable[[], Any]
 _Key = tuple[tuple[Hashable, ...], Hashable]
-"""The settings of JAX, and the key of a program."""
+"""The JAX settings and the key of a program."""
 
 _MISSING = object()
 
@@ -42,12 +42,12 @@ class CompileStats:
 
 
 class _Program:
-    """A program that is compiled or is to be, under the lock of its cache.
+    """A program that is compiled or will be, guarded by the lock of its cache.
 
     Attributes:
         built: What `build()` returned.
-        error: What it raised; or None.
-        over: Whether it has ended, or never will be built.
+        error: What it raised, or None.
+        over: Whether the build has ended, or will never start.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class CompileCache:
 
     A program is whatever `build()` returns. `prepare` builds in a shared background thread
     that exists only while there is something to build, `begin` in a thread of its own. A
-    request that waits has priority: the background thread starts no new build meanwhile.
+    waiting request has priority: until it is answered, the background thread starts no new build.
 
-    A program belongs to the settings of JAX that hold where it is requested (`jax.enable_x64`,
+    A program belongs to the JAX settings in effect where it is requested (`jax.enable_x64`,
     ...), which its build in another thread gets, too. Under others it is compiled anew.
 
     Args:
@@ -78,11 +78,11 @@ class CompileCache:
         self._on_compile = on_compile
         self._changed = Condition()
         self._programs: dict[_Key, _Program] = {}
-        # what `get` answers at once; read without the lock, as every window does it
+        # what `get` returns at once; read without the lock, as every window reads it
         self._built: dict[_Key, Any] = {}
         self._hits = 0
         self._jobs: dict[_Key, Build] = {}  # prepared, not started
-        self._begun: set[_Key] = set()  # by `begin`, not requested since
+        self._begun: set[_Key] = set()  # by `begin`, not requested yet
         self._stats = CompileStats()
         self._working = False
         self._waited_for = 0
@@ -115,14 +115,14 @@ class CompileCache:
                 self._hits += 1
             return built
         start = time.perf_counter()
-        waits, new, program = 0, False, _Program()  # an interrupt may come before it is counted
+        waits, new, program = 0, False, _Program()  # an interrupt may precede the count
         try:
-            with self._changed:  # once: `clear` in between would leave nobody to build it
+            with self._changed:  # under one lock: a `clear` in between would leave no builder
                 new = at not in self._programs
                 program = self._programs.setdefault(at, program)
                 self._waited_for, waits = self._waited_for + 1, 1
                 self._begun.discard(at)
-                if at in self._jobs:  # prepared, but not started: build it here
+                if at in self._jobs:  # prepared but not started: build it here
                     new, build = True, self._jobs[at]
                     del self._jobs[at]
             if new:
@@ -147,12 +147,12 @@ class CompileCache:
         try:
             raise program.error
         finally:
-            del program  # the error refers to this frame, and would be referred to by it
+            del program  # the error refers to this frame: avoid a reference cycle
 
     def begin(self, key: Hashable, build: Build) -> None:
-        """Start compiling a program that is about to be requested, also if it failed before.
+        """Start compiling a program that is about to be requested, even if it failed before.
 
-        That request counts as a miss even if the compile has finished by then.
+        The request counts as a miss even if the compile has finished by then.
         """
         at, build = (settings(), key), with_settings(build)
         with self._changed:
@@ -166,7 +166,7 @@ class CompileCache:
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compile a program in the background; return immediately.
 
-        An error is logged, and raised when the program is requested.
+        An error is logged, and raised once the program is requested.
         """
         at, build, program = (settings(), key), with_settings(build), _Program()
         with self._changed:  # program and job together: a `get` in between would wait forever
@@ -183,7 +183,7 @@ class CompileCache:
         try:
             wait_at_exit(thread)  # a process that exits in the middle of a compile would crash
             thread.start()
-        except BaseException:  # a Ctrl-C, or there is no thread left
+        except BaseException:  # Ctrl-C, or the system has no thread left
             if not thread.running:
                 with self._changed:
                     self._working &= self._jobs.pop(at, None) is None
@@ -191,7 +191,7 @@ class CompileCache:
             raise
 
     def _abandon(self, at: _Key, program: _Program) -> None:
-        """Give a program up whose build was interrupted; the next request builds it."""
+        """Give up a program whose build was interrupted; the next request builds it."""
         program.over = True
         program.error = RuntimeError(
             "elche: the compile of a program was interrupted in another thread. Try again."
@@ -209,7 +209,7 @@ class CompileCache:
     def clear(self) -> None:
         """Drop all programs; one that is being compiled is dropped once it is done."""
         with self._changed:
-            for at in self._jobs:  # they will not be built: end a `wait` for them
+            for at in self._jobs:  # they will never be built: end a `wait` for them
                 self._programs[at].over = True
             for kept in (self._programs, self._built, self._jobs, self._begun):
                 kept.clear()
@@ -219,7 +219,7 @@ class CompileCache:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._waited_for or not self._jobs)
-                # begin no further compile at the end of the process, which waits for this thread
+                # start no further compile when the process exits: it waits for this thread
                 if not self._jobs or not threading.main_thread().is_alive():
                     self._working = False
                     return
@@ -242,10 +242,10 @@ class CompileCache:
         except BaseException as raised:  # raised by `get`
             error, ahead = raised, 0
         seconds = time.perf_counter() - start
-        self._count(ahead=ahead, seconds=seconds)  # before a waiting `get` goes on
+        self._count(ahead=ahead, seconds=seconds)  # before a waiting `get` continues
         with self._changed:
             program.built, program.error, program.over = built, error, True
-            # not if it was begun: the `get` to come must count as a miss
+            # not if `begin` started it: the next `get` must count as a miss
             wanted = self._programs.get(at) is program and at not in self._begun
             if error is None and wanted:
                 self._built[at] = built

@@ -2,7 +2,7 @@
 
 With adversarial optimizers, rollouts or growing models, the loop and its `jax.pmap` belong to
 the user. This module provides the communication between devices, as pure functions of
-replicated pytrees that compile once per set of shapes, and the times that a cadence wants.
+replicated pytrees that compile once per set of shapes, and the times that a cadence needs.
 """
 
 import math
@@ -43,29 +43,30 @@ class DDP:
     `replicate` makes them and `jax.pmap` takes and returns them. Subtrees that are None or
     `optax.MaskedNode()`, such as frozen parameters, are skipped.
 
-    In a job of several processes, trees have an entry for each device of this process, leaves
-    `(len(ranks),) + shape`, and all processes make the same calls: reductions and times are those
-    of all devices of the job. Once one is known to have ended, they raise `ProcessLostError`.
+    In a job of several processes, trees have one entry per device of this process, leaves
+    `(len(ranks),) + shape`, and all processes must make the same calls. Reductions and times cover
+    all devices of the job. Once a process is known to have ended, exchanges and the end of a
+    `timed` block raise `ProcessLostError`.
 
     Wait for a result once per step (`jax.block_until_ready`): several CPU devices in one
     process deadlock when a loop dispatches dozens of collectives ahead of them.
 
-    Functions of your own run on the devices by `map`, or by `jax.pmap` if all devices are of one
+    Run your own functions on the devices with `map`, or with `jax.pmap` if all devices are of one
     kind. With `timed`, a cadence decides how much work each device does.
 
     Attributes:
         devices: The devices of the job, in rank order.
-        world_size: Their number.
-        ranks: The ranks of this process's devices, all of them if there is one process.
+        world_size: Number of devices.
+        ranks: The ranks of this process's devices; all ranks if there is one process.
         axis_name: Pass this axis name to your own `jax.pmap`: its outputs then have the same
-            sharding as the results here, so that no program compiles twice.
+            sharding as the results here, so no program compiles twice.
 
     Args:
         devices: At least two devices, of any kinds; None for all devices of the job.
 
     Raises:
         TypeError: If `devices` is not a sequence of devices.
-        ValueError: If there are fewer than two devices, duplicates, or none of some process.
+        ValueError: If there are fewer than two devices, duplicates, or a process without a device.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -106,7 +107,7 @@ class DDP:
             The `DDP`, and the stacked pytree.
 
         Raises:
-            TypeError: If a leaf is no array of numbers.
+            TypeError: If a leaf is not an array of numbers.
             ValueError: If the number of replicas is not the number of devices, or a replica
                 differs from the first one, or an integer does not fit; the message names the leaf.
 
@@ -143,11 +144,11 @@ class DDP:
     def map(
         self, fn: Callable[..., PyTree], donate_argnums: int | Sequence[int] = ()
     ) -> Callable[..., PyTree]:
-        """Map a function of one device's values over the devices, of whatever kinds.
+        """Map a function of one device's values over the devices, which may be of several kinds.
 
         With devices of one kind this is `jax.pmap`, and `fn` may use collectives over
-        `axis_name`. Devices of several kinds have a program each kind, and no axis in common, nor
-        have those of several processes.
+        `axis_name`. Devices of several kinds have one program per kind and share no axis; neither
+        do devices of several processes.
 
         Args:
             fn: Function of pytrees of arrays, one device's, without the leading axis. It is
@@ -155,15 +156,15 @@ class DDP:
             donate_argnums: Positions of arguments whose buffers may be reused.
 
         Returns:
-            A function of stacked pytrees that returns the stacked result. Arguments may be
-            arrays of the host; those that differ by device are arrays with one entry for each of
-            `ranks`, such as `np.array(counts)[list(ddp.ranks)]`. A call raises ValueError if a
-            leaf is not stacked, if there is none, if the buffer of one was given up before or is
-            donated and passed twice, if a donated argument is not passed, or if `fn` uses a named
-            axis over devices of several kinds or processes.
+            A function of stacked pytrees that returns the stacked result. Arguments may be host
+            arrays with one entry for each of `ranks`, such as
+            `np.array(counts)[list(ddp.ranks)]`. A call raises ValueError if there is no leaf, if a
+            leaf is not stacked, was donated before, or is donated and passed twice, if a donated
+            argument is not passed, or if `fn` uses a named axis over devices of several kinds or
+            processes.
 
         Raises:
-            TypeError: If `fn` is not callable, or a position not an integer.
+            TypeError: If `fn` is not callable, or a position is not an integer.
             ValueError: If a position is below 0.
 
         Examples:
@@ -199,35 +200,35 @@ class DDP:
     def timed(self, counts: Sequence[int]) -> AbstractContextManager[WindowTimer]:
         """Time a window: each device's own work, and the synchronization.
 
-        In the block, `clock.worked(grads)` marks what the devices computed each on its own, and
-        `clock.synced(params)` what they have after the exchange; both return their argument.
-        The end of the block waits for the devices. Then `clock.report` is what
-        `Cadence.update` takes: busy milliseconds of every device, from the beginning of the
-        block or the end of its previous window if that is later, and those of the
-        synchronization, the shortest wait of any device. It is that of a training step.
+        In the block, `clock.worked(grads)` marks what each device computed on its own, and
+        `clock.synced(params)` what it has after the exchange; both return their argument. The end
+        of the block waits for the devices. Then `clock.report` is what `Cadence.update` takes: the
+        busy milliseconds of every device, from the start of the block or the end of the device's
+        previous window, whichever is later; and the milliseconds of the synchronization, the
+        shortest wait of any device. A training step reports the same.
 
-        In a job of several processes the end of the block exchanges the times of all devices, so
-        that the report is the same everywhere. No process leaves the block before the others have
-        ended it.
+        In a job of several processes, the end of the block exchanges the times of all devices, so
+        the report is the same everywhere. No process leaves the block before all have reached its
+        end.
 
-        Whatever the host does in the block counts, too, so prepare the data before it. A block in
-        which a program is compiled, such as the first, is not measured: its times are 0, which
-        cadences ignore. A cadence that follows the loss wants
+        Work of the host in the block counts, too, so prepare the data before it. A block in which
+        a program is compiled, such as the first, is not measured: its times are 0, which cadences
+        ignore. To a cadence that follows the loss, pass
         `dataclasses.replace(clock.report, loss=loss)`.
 
-        Threads wait for the devices, one each. They end with this object, or with a block that
+        One thread per device waits for it. The threads end with this object, or with a block that
         raises.
 
         Args:
             counts: Microbatches of each device of the job in this window, at least 0 each.
 
         Returns:
-            The context; its target is the clock, an `elche_jax.engine.timed.WindowTimer`.
+            A context manager that yields the clock, an `elche_jax.engine.timed.WindowTimer`.
 
         Raises:
             TypeError: If `counts` is not a sequence of integers.
             ValueError: If it has the wrong length, an entry below 0, or no entry above 0.
-            RuntimeError: At the end of the block, if it lacks `worked` or `synced`.
+            RuntimeError: At the end of the block, if `worked` or `synced` was not called.
 
         Examples:
             A cadence drives a loop; every device takes the first `count` of its examples.
@@ -266,7 +267,7 @@ class DDP:
             params: Stacked pytree of arrays of any dtype.
 
         Returns:
-            The stacked pytree with every entry that of rank 0.
+            The stacked pytree, with every entry equal to that of rank 0.
 
         Raises:
             ValueError: If a leaf is not stacked over these devices.
@@ -308,8 +309,8 @@ class DDP:
         Args:
             grads: Stacked pytree of float arrays, for instance `(loss, grads)`.
             batch_counts: One number per device of the job, as a cadence plans them, at least 0,
-                not all 0; the same in all processes. A device with count 0
-                contributes nothing, even if its gradients are NaN.
+                not all 0; the same in all processes. A device with count 0 contributes nothing,
+                even if its gradients are NaN.
 
         Returns:
             The mean, stacked, with equal entries.
@@ -330,7 +331,7 @@ class DDP:
         name = "weighted_all_reduce_gradients"
         counts = check.reals(f"DDP.{name}", "batch_counts", batch_counts, low=0)
         self._check_counts(f"DDP.{name}", "batch_counts", counts)
-        # times a power of 2, which is exact, so that products and sums neither overflow nor vanish
+        # scaled by a power of 2, which is exact: products and sums then neither overflow nor vanish
         most = math.frexp(max(counts))[1] + (len(counts) - 1).bit_length()
         wide = jax.dtypes.canonicalize_dtype(np.float64)
         weights = np.array([math.ldexp(count, -most) for count in counts], wide)
@@ -344,7 +345,7 @@ class DDP:
     def _sync(self, name: str, tree: PyTree) -> PyTree:
         self._check(name, tree)
         self.fleet.job.check_all()
-        # an optimizer's state may hold no arrays, and pmap wants at least one
+        # an optimizer's state may hold no arrays, and pmap needs at least one
         return self._broadcast(tree) if jax.tree.leaves(tree) else tree
 
     def _reduce(self, name: str, grads: PyTree, weights: np.ndarray) -> PyTree:
@@ -368,21 +369,21 @@ class DDP:
                     f"({len(self.ranks)}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
                     f"{describe(leaf)}. {todo}"
                 )
-            # JAX's programs end the process if they get one
+            # a deleted array would crash the process in a JAX program
             if isinstance(leaf, StackedArray) and leaf.is_deleted():
                 raise ValueError(
                     f"DDP.{name}: every leaf must still be there, the buffer of leaf "
                     f"{jax.tree_util.keystr(path) or 'tree'} was given up to a call that it was "
                     "donated to. Use what that call returned, or copy it before (leaf.copy())."
                 )
-            if isinstance(leaf, np.ndarray):  # on a device all have been converted
+            if isinstance(leaf, np.ndarray):  # arrays on a device are converted already
                 check_integers(
                     f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf
                 )
 
 
 def _check_donated(args: tuple[PyTree, ...], donated: Sequence[int]) -> None:
-    """Check that what a call may reuse is passed to it, and once; twice would end the process."""
+    """Check that donated arguments are passed, and once: twice would crash the process."""
     if any(at >= len(args) for at in donated):
         rule = f"be positions of its arguments, of which there are {len(args)}"
         raise ValueError(check.message("DDP.map", "donate_argnums", rule, tuple(donated)))
@@ -399,11 +400,11 @@ def _check_donated(args: tuple[PyTree, ...], donated: Sequence[int]) -> None:
 def _refuse_axes(fleet: Lanes, fn: Callable[..., PyTree], args: PyTree) -> None:
     """Check that a function uses no named axis.
 
-    Mapped over a lane of several devices it would find one, and exchange within the lane only.
+    Mapped over a lane of several devices, it would find one and exchange within the lane only.
     """
     several = "kinds" if fleet.job.one_process else "processes"
     with no_named_axis("DDP.map: fn", (NO_AXIS.format(several), INSTEAD)):
-        jax.eval_shape(lambda *own: fn(*own), *one_of(args))  # not `fn`, whose trace JAX may know
+        jax.eval_shape(lambda *own: fn(*own), *one_of(args))  # `fn` itself may have a cached trace
 
 
 def _as_array(leaf: Any) -> Any:

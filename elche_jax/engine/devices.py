@@ -1,4 +1,4 @@
-"""Selection, checks and a printable summary of the devices of a job."""
+"""Selection, checks and a printable summary of a job's devices."""
 
 import os
 from collections import Counter
@@ -21,9 +21,9 @@ _apart = ContextVar("_apart", default=False)
 
 @contextmanager
 def apart() -> Generator[None]:
-    """Let the steps built in the context have devices of this process only.
+    """Allow training steps built in the context to use devices of this process only.
 
-    They train by themselves, whatever the other processes of the job do meanwhile.
+    They train independently of the other processes of the job.
     """
     before = _apart.set(True)
     try:
@@ -35,7 +35,7 @@ def apart() -> Generator[None]:
 def select_job(
     devices: Sequence[jax.Device] | None, where: str = "build_train_step"
 ) -> tuple[jax.Device, ...]:
-    """Return the devices of a job, of all processes, checked; all processes have to call it.
+    """Return the checked devices of a job over all processes; all processes must call it.
 
     Args:
         devices: The user's choice; None for all devices of all processes.
@@ -43,7 +43,8 @@ def select_job(
 
     Raises:
         TypeError, ValueError: See `listed`.
-        ValueError: If devices of this process or another are missing, or processes choose others.
+        ValueError: If a process has none of the devices, processes choose different devices, or
+            the leads are not all of one platform.
     """
     chosen = listed(jax.devices() if devices is None else devices, where)
     missing = set(range(jax.process_count())) - {device.process_index for device in chosen}
@@ -60,8 +61,8 @@ def select_job(
         raise ValueError(check.message(where, "devices", rule, got))
     PROCESSES.warn_if_alone()
     if not job.one_process:
-        # Not over the leads of the choice: if these are others, no process meets another. It is one
-        # small exchange, also over a device that was left out.
+        # Not over the leads of the choice: if these differ, the processes do not meet. It is one
+        # small exchange, even if over a device that was left out.
         everyone = Job(tuple(job.leads[0].client.devices()))
         everyone.check_same(where, devices=list(map(str, chosen)))
     return chosen
@@ -101,11 +102,11 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
 
 
 def one_reader(device: jax.Device) -> bool:
-    """Return whether two threads must not read one array of a device at once.
+    """Return whether only one thread at a time may read an array of a device.
 
-    XLA counts the readers of an array on the CPU of a plugin without a lock: two that begin at the
-    same moment end the process. JAX's own CPU client takes several, and what is on an accelerator
-    is copied to be read.
+    On the CPU of a plugin, XLA counts the readers of an array without a lock: two that begin at
+    the same moment crash the process. JAX's own CPU client allows several readers, and arrays on
+    an accelerator are copied to be read.
     """
     return device.platform == "cpu" and device.client is not backends().get("cpu")
 
@@ -115,7 +116,7 @@ LaneChoice = Sequence[Sequence[int]] | Callable[[jax.Device], Hashable]
 
 
 def fleet_of(where: str, devices: Sequence[jax.Device], lanes: LaneChoice | None = None) -> Fleet:
-    """Return the devices in lanes: by kind, or as the user says.
+    """Group the devices into lanes, by kind or as the user says.
 
     Args:
         where: The function the user called.
@@ -123,9 +124,8 @@ def fleet_of(where: str, devices: Sequence[jax.Device], lanes: LaneChoice | None
         lanes: The user's lanes; None for one per kind.
 
     Raises:
-        TypeError: If `lanes` is of another type, or a name of a lane cannot be hashed.
-        ValueError: If they are no partition of the ranks, or put devices of several kinds
-            together.
+        TypeError: If `lanes` has the wrong type, or the name of a lane is not hashable.
+        ValueError: If the lanes do not partition the ranks, or one has devices of several kinds.
     """
     job = Job(tuple(devices))
     if lanes is None:
@@ -160,7 +160,7 @@ def _lane_keys(where: str, devices: Sequence[jax.Device], lanes: LaneChoice) -> 
 
 
 def names_of(devices: Sequence[jax.Device]) -> list[str]:
-    """Return the name of every device for reports, with its kind if there are several."""
+    """Return the name of every device for reports, with its kind if there are several kinds."""
     kinds = kinds_of(devices)
     if len(set(kinds)) == 1:
         return [str(device) for device in devices]
@@ -187,7 +187,7 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
 
 
 def summary_of(fleet: Fleet) -> str:
-    """Return the summary of devices in lanes; several lanes of one kind are named, too."""
+    """Return the summary of a fleet, with the number of lanes if several are of one kind."""
     lanes, kinds = fleet.in_lanes(), kinds_of(fleet.devices)
     platform, *others = {lane.devices[0].platform for lane in lanes}
     noun = platform.upper() if platform in ("gpu", "tpu") and not others else "device"

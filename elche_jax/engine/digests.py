@@ -1,4 +1,4 @@
-"""Digests, by which processes compare what they have without sending it."""
+"""Digests, with which processes compare values without sending them."""
 
 import hashlib
 import os
@@ -16,15 +16,15 @@ from elche_jax.engine.bits import raw
 PyTree = Any
 
 MOST = 400
-"""Characters of settings that a message shows."""
+"""Largest number of characters of a value that a message shows."""
 
 
 class Described(NamedTuple):
-    """What is compared by a digest, with what a message can show of it.
+    """A value compared by a digest, with the text that a message can show of it.
 
     Attributes:
-        text: Shown, if it differs.
-        digest: Of all that is compared.
+        text: Text to show if the values differ.
+        digest: Digest of all that is compared.
     """
 
     text: str
@@ -32,15 +32,15 @@ class Described(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Described":
-        """Return a text that is all that is compared, and shown without quotes."""
+        """Return a text that is itself all that is compared, and is shown without quotes."""
         return cls(text, text.encode())
 
 
 def settings_of(value: Any) -> Described:
-    """Return what of a user's object can be compared between processes.
+    """Return what processes can compare of a user's object.
 
-    Of a dataclass these are its class and its fields, of other objects the class alone: the
-    `repr` of most holds an address.
+    Plain values and sequences are compared as they are, dataclasses by class and fields, other
+    objects by class alone: the `repr` of most holds an address.
 
     Examples:
         >>> settings_of([2, None, max]).text
@@ -63,7 +63,7 @@ def _settings(value: Any) -> str:
 
 
 def shown(value: Any) -> str | None:
-    """Return a value that processes compare, for a message; None if it says nothing or too much.
+    """Return a compared value as text for a message; None if it is a digest or too long.
 
     Examples:
         >>> shown([2, ["prob"]])
@@ -79,12 +79,13 @@ def shown(value: Any) -> str | None:
 
 
 def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
-    """Return what of two processes differs, for a message.
+    """Return the text of a message for how two processes differ.
 
     Args:
-        told: What each process has, by its index; None, or the same, if it cannot be shown.
-        one: A process.
-        other: Another one.
+        told: Text for each process, by its index; None, or equal texts, if the difference cannot
+            be shown.
+        one: Index of a process.
+        other: Index of the process it differs from.
 
     Examples:
         >>> difference({0: "4", 1: "5"}, 1, 0)
@@ -98,12 +99,12 @@ def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
 
 
 def number_of(data: bytes) -> int:
-    """Return a number of 24 bits for these bytes, exact in float32."""
+    """Return a 24-bit digest of these bytes, a number that is exact in float32."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=3).digest(), "big")
 
 
 def digest_of(tree: PyTree) -> bytes:
-    """Return a digest of the arrays of a pytree, of their names, shapes and dtypes."""
+    """Return a digest of the arrays of a pytree, including their names, shapes and dtypes."""
     found = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         array = np.asarray(raw(leaf))
@@ -118,13 +119,13 @@ def digests_of(values: Mapping[str, Any]) -> np.ndarray:
 
 
 def digest_of_host(device: jax.Device) -> np.ndarray:
-    """Return a digest of what decides on the bits that a CPU device of this host computes."""
+    """Return a digest of what determines the bits that a CPU device of this host computes."""
     own = device.client.platform_version, jax.__version__, os.environ.get("XLA_FLAGS")
     return _digest((*own, os.cpu_count(), _processor()))
 
 
 def _processor() -> str:
-    """Return which processor the host has and what it can do, as Linux tells; else its name."""
+    """Return the model and features of the processor on Linux; elsewhere its name."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -134,6 +135,6 @@ def _processor() -> str:
 
 
 def _digest(value: Any) -> np.ndarray:
-    """Return 64 bits that tell values apart, as two numbers of 32: JAX has no others by default."""
+    """Return a 64-bit digest as two 32-bit integers: JAX has no larger ones by default."""
     data = value if isinstance(value, bytes) else repr(value).encode()
     return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)

@@ -1,9 +1,9 @@
 """One device's entries of stacked arrays, in a program that takes them out and stacks them itself.
 
-To take an entry out and to stack it are an equation each, six for a parameter array with Adam's
-moments. Bundles are filled with stacked arrays, and what is taken out of them is stacked, too. So
-while a program is traced, the stacked array of an entry is remembered, for code that has a use for
-it; equations whose results nobody uses are not compiled.
+Taking an entry out and stacking it cost one equation each, six for a parameter array with Adam's
+moments. Bundles are filled from stacked arrays, and rows taken out of them are stacked again. While
+a program is traced, the stacked array of each entry is therefore remembered, for code that can use
+it directly. Equations whose results are unused are not compiled.
 """
 
 from collections.abc import Generator
@@ -15,7 +15,7 @@ import jax
 
 
 class Entries:
-    """The entries of stacked arrays, leaves `(1, ...)`, of a program that is being traced.
+    """The entries of stacked arrays, `(1, ...)`, in a program that is being traced.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Entries:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}  # by identity: an entry, and it stacked
+        self._known: dict[int, tuple[Any, Any]] = {}  # by the entry's id: entry, stacked array
 
     def take(self, stacked: Any) -> Any:
         """Return the entry of a stacked array."""
@@ -50,7 +50,7 @@ _CURRENT: ContextVar[Entries | None] = ContextVar("entries", default=None)
 
 @contextmanager
 def traced_entries() -> Generator[Entries]:
-    """Make new entries those of the program that is traced in this context."""
+    """Use new `Entries` for the program that is traced in this context."""
     token = _CURRENT.set(entries := Entries())
     try:
         yield entries
@@ -59,5 +59,5 @@ def traced_entries() -> Generator[Entries]:
 
 
 def current_entries() -> Entries | None:
-    """Return the entries of the program that is being traced; None if it stacks none itself."""
+    """Return the entries of the program being traced; None if it stacks none itself."""
     return _CURRENT.get()

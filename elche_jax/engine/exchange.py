@@ -1,7 +1,7 @@
 """Packing of small arrays into buffers for sums over devices.
 
 A sum over devices has a cost per array and a cost per byte. Small arrays are packed into
-buffers, large ones are summed in place: copying them into a buffer and back would cost more
+buffers; large ones are summed in place, as copying them into a buffer and back would cost more
 than it saves (see docs/design/0006-exchange.md for measurements).
 """
 
@@ -18,28 +18,28 @@ from elche_jax.engine.bundles import row_length, rows_of
 
 PyTree = Any
 
-# 200 arrays on four CPU devices, packed or not: 11 and 28 ms at 32 KiB, 32 and 34 at 64 KiB,
-# 68 and 48 at 128 KiB
+# 200 arrays on four CPU devices, with and without packing: 11 and 28 ms at 32 KiB, 32 and 34 at
+# 64 KiB, 68 and 48 at 128 KiB
 PACK_BELOW = 64 * 2**10
 """Arrays smaller than this, in bytes, are packed for an exchange."""
 
 # with 64 KiB, a microbatch took up to 1.2 times as long
 SUM_BELOW = 8 * 2**10
-"""Arrays smaller than this, in bytes, are packed to sum gradients over microbatches: for larger
-ones the copy into the buffer costs more than one array fewer saves."""
+"""Gradients smaller than this, in bytes, are packed when they are summed over microbatches. Copying
+a larger one into the buffer costs more than having one array fewer saves."""
 
 BASE = 16
-"""Base of the digits from which `_numbers` builds its numbers."""
+"""Base of the digits of which `_numbers` builds its numbers."""
 
 
 def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
     """Compute `jax.lax.psum` of a pytree, with small arrays packed into one buffer per dtype.
 
-    The result is bitwise that of `jax.lax.psum`.
+    The result is bitwise equal to that of `jax.lax.psum`.
     """
     packing = Packing.of(tree)
     summed = jax.lax.psum(packing.pack(tree), axis_name)
-    # not the device's index: `jax.shard_map` would take the result for one that differs by device
+    # not the device's index: `jax.shard_map` would infer that the result varies over devices
     known = (x.reshape(-1)[0].astype(jnp.int32) for x in summed if x.size)
     return Packed(packing, summed, next(known, np.int32(0))).tree()
 
@@ -50,8 +50,8 @@ class Packing:
 
     Attributes:
         like: Shapes and dtypes of the pytree.
-        packs: Indices of the leaves of each buffer: large leaves alone, small ones of one dtype
-            together, with leaves of one shape side by side.
+        packs: Indices of the leaves of each buffer. Large leaves are alone; small ones of one
+            dtype share a buffer, with leaves of one shape side by side.
     """
 
     like: PyTree
@@ -87,7 +87,7 @@ class Packing:
         ]
 
     def pack(self, tree: PyTree) -> list[Any]:
-        """Return one buffer per pack; an array that is alone in its pack is used as it is."""
+        """Return one buffer per pack; an array alone in its pack is used as it is."""
         leaves = jax.tree.leaves(tree)
         return [
             leaves[pack[0]]
@@ -104,7 +104,7 @@ class Packed:
     Attributes:
         packing: The packing.
         buffers: The buffers.
-        unknown: Any integer on the device that is not a constant of the program.
+        unknown: Any integer on the device that XLA cannot treat as a constant.
     """
 
     packing: Packing
@@ -117,7 +117,7 @@ class Packed:
         return jax.tree.leaves(self.packing.like)
 
     def bundles(self) -> dict[tuple[int, ...], Any]:
-        """Return leaves of one shape that share a buffer as rows of an array, by their indices."""
+        """Return the leaves of shared buffers as bundles of one shape, by the leaves' indices."""
         bundles, like = {}, self.like
         for buffer, pack in zip(self.buffers, self.packing.packs, strict=True):
             at = 0
@@ -153,14 +153,14 @@ def _numbers(count: int, unknown: Any) -> list[Any]:
     """Return the numbers `0, ..., count - 1` as values that XLA cannot fold into constants.
 
     XLA compiles one kernel for all arrays that are processed alike. With constant offsets into
-    a buffer no two slices are alike, and compiling their kernels, into which everything
-    computed from the slices is fused, takes most of the time of a first window. The results
-    of a sort are neither constants nor fused into those kernels. Each number is the sum of its
-    digits, which are separate arrays, so that all numbers are computed alike.
+    a buffer no two slices are alike. XLA fuses everything computed from a slice into its kernel,
+    and compiling all these kernels takes most of the time of a first window. The results of a
+    sort are neither constants nor fused into those kernels. Each number is the sum of its digits,
+    which are separate arrays, so all numbers are computed alike.
     """
     if count == 0:
         return []
-    key = jnp.stack([unknown, unknown])  # what is sorted are pairs of equal numbers
+    key = jnp.stack([unknown, unknown])  # the sorted operands are pairs of equal numbers
     powers = [BASE**n for n in range(len(np.base_repr(count - 1, BASE)))]
     places = [[(power, number // power % BASE) for power in powers] for number in range(count)]
     digits = dict.fromkeys(digit for own in places for digit in own)

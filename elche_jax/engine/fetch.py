@@ -23,11 +23,11 @@ PyTree = Any
 
 
 class _Layout:
-    """What the layouts have in common."""
+    """Base class of the layouts."""
 
     @cached_property
     def signature(self) -> Hashable:
-        """Structure, shapes and dtypes, the key of the programs that read the data."""
+        """Structure, shapes and dtypes: the key of the programs that read the data."""
         return signature(self)
 
 
@@ -98,7 +98,7 @@ class Rows(_Layout):
     def fetch(self, i: Any, count: Any) -> PyTree:
         """Return microbatch `i` of `count`, leaves `(batch, ...)`."""
         row = jax.lax.dynamic_index_in_dim(self.index, i, keepdims=False)
-        # the index is made by `elche_jax.data`, so nothing need be clamped
+        # the index comes from `elche_jax.data`, so it needs no clamping
         return jax.tree.map(lambda leaf: leaf.at[row].get(mode="promise_in_bounds"), self.data)
 
 
@@ -116,7 +116,7 @@ class CallArgs:
             `partial`, position of the microbatch with fewer valid examples, or -1;
             `valid`, its number of valid examples; microbatches and valid examples of the
             window over all devices; `rank` of the device; `begin` and `end` of the range of
-            the microbatches to run, all of them unless the call runs a part.
+            microbatches to run, which is all of them unless the call runs a part.
     """
 
     WIDTH: ClassVar[int] = 10
@@ -143,7 +143,7 @@ class CallArgs:
 
     @property
     def rank(self) -> Any:
-        # an argument, as programs compiled per device have no axis to ask
+        # an argument, as programs compiled per device have no axis to query
         return self.numbers[7]
 
     @property
@@ -156,7 +156,7 @@ class CallArgs:
 
     @staticmethod
     def pieces(numbers: np.ndarray, count: int) -> list[np.ndarray]:
-        """Split a call into calls that each run a part of the microbatches.
+        """Split a call into several, each of which runs a part of the microbatches.
 
         Args:
             numbers: The numbers of the whole call, one row per device.
@@ -165,7 +165,7 @@ class CallArgs:
         split = [numbers.copy() for _ in range(count)]
         for at, part in enumerate(split):
             part[:, 8], part[:, 9] = numbers[:, 9] * at // count, numbers[:, 9] * (at + 1) // count
-            part[:, 2] *= at == 0  # the carry of the first part goes on
+            part[:, 2] *= at == 0  # later parts continue the carry of the first
         return split
 
     def valid(self, place: Any, batch_size: int) -> Any:

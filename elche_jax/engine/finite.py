@@ -1,4 +1,4 @@
-"""Checks of arrays for numbers that are not finite, in a few passes and without copies."""
+"""Checks for nonfinite numbers in arrays, in a few passes and without copies."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -15,20 +15,20 @@ LEAVES_PER_REDUCTION = 8
 """Number of equally shaped arrays that one reduction checks."""
 
 ALONE = 1 << 20
-"""Bytes from which an array of float32 or float64 is checked alone."""
+"""Size in bytes from which an array of float32 or float64 is checked alone."""
 
 
 def all_finite(tree: PyTree) -> Any:
     """Return whether all elements of a tree of floats are finite.
 
-    `x - x` and `0 * x` are 0 for a finite `x` and NaN otherwise. Equally shaped small arrays are
-    first added in groups, as each reduction adds to the compile time.
+    `x - x` and `0 * x` are 0 for a finite `x` and NaN otherwise. For small arrays of one
+    shape, these differences are first added in groups, as each reduction adds to the compile time.
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     total = _differences([leaf for leaf in leaves if not _is_large(leaf)])
     large = [leaf for leaf in leaves if _is_large(leaf)]
     if large:
-        # functions of this call: JAX keeps what it has traced for as long as a function lives
+        # functions of this call: JAX keeps the trace of a function as long as the function lives
         total += jax.lax.platform_dependent(
             large, cpu=lambda large: _products(large), default=lambda large: _differences(large)
         )
@@ -36,12 +36,14 @@ def all_finite(tree: PyTree) -> Any:
 
 
 def none_worse(before: PyTree, after: PyTree, forgive_nan: bool = False) -> Any:
-    """Return whether the floats of a tree are finite, but for what was not finite before.
+    """Return whether the floats of a tree are finite, except where they were not finite before.
+
+    Where they were not, an infinity is allowed, but NaN is not.
 
     Args:
         before: The tree before; a running minimum may begin at `inf`.
         after: The tree after.
-        forgive_nan: Whether a NaN is none the worse if it was one before.
+        forgive_nan: Whether to allow a NaN where there was one before.
     """
     pairs = list(zip(floats(before), floats(after), strict=True))
 
@@ -56,7 +58,7 @@ def none_worse(before: PyTree, after: PyTree, forgive_nan: bool = False) -> Any:
         return jax.lax.select(judged(old, new), nan, zero)
 
     small = [number(old, new) for old, new in pairs if not _is_large(new)]
-    # not by way of a copy, which XLA's CPU compiler would write to memory
+    # not `number`, a copy that XLA's CPU compiler would write to memory
     large = [jnp.any(judged(old, new)) for old, new in pairs if _is_large(new)]
     return all_finite(small) & ~jnp.any(jnp.stack([jnp.bool_(False), *large]))
 
@@ -87,8 +89,8 @@ def _differences(leaves: Sequence[Any]) -> Any:
 def _products(leaves: Sequence[Any]) -> Any:
     """Return 0 if all are finite, computed from `0 * x`.
 
-    XLA's CPU compiler does not fuse a difference with its sum, so that it would write it to
-    memory; a product with a vector of zeros reads the array, and nothing else.
+    XLA's CPU compiler does not fuse a difference with its sum, so it would write the difference
+    to memory. A product with a vector of zeros only reads the array.
     """
     return _total(map(_product, leaves))
 
@@ -96,7 +98,7 @@ def _products(leaves: Sequence[Any]) -> Any:
 def _product(leaf: Any) -> Any:
     rows = leaf.reshape(-1, leaf.shape[-1])
     zeros = jnp.zeros(rows.shape[1], leaf.dtype)
-    # whatever precision of products the user has chosen, which may round to infinity
+    # not in the user's precision of products, which may round to infinity
     product = jax.lax.dot(rows, zeros, precision=jax.lax.Precision.HIGHEST)
     return jax.lax.reduce_sum(product, (0,))
 

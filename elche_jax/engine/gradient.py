@@ -38,11 +38,11 @@ class GradientRule(Rule):
     """A rule that takes one optimizer step per window.
 
     Attributes:
-        drop_nonfinite: Drop the update of a window that is not finite.
-        packs: Whether small gradients are summed in one buffer. One array fewer is one argument
-            fewer of a window's programs, and arguments take a large part of the time of the
-            first window. Off if sums are not arguments, or if each array has its own scale.
-        plan: Plan of the optimizer's update, with equations joined, see `planned`; or None.
+        drop_nonfinite: Whether to drop the update of a window that is not finite.
+        packs: Whether small gradients are summed in one buffer. Each array saved is one argument
+            fewer of a window's programs, and arguments take a large part of the time of the first
+            window. Off if sums are not arguments, or if each array has its own scale.
+        plan: Plan of the optimizer's update with joined equations, see `planned`; or None.
     """
 
     takes_agreed: ClassVar[bool] = True
@@ -81,7 +81,7 @@ class GradientRule(Rule):
     ) -> tuple[TrainState, PendingUpdate]:
         weight = jnp.where(carry.weight > 0, carry.weight, 1.0)
         grads = clip(carry.grads, self.max_grad_norm, weight)
-        # a device without work still has the old state, whose problems were reported before
+        # a device without work still has the old state, whose problems were already reported
         own = (carry.weight == 0) | none_worse(state.model_state, carry.model_state)
         own &= all_finite((grads, carry.loss, carry.weight))
         now = carry.model_state
@@ -93,7 +93,7 @@ class GradientRule(Rule):
     def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
         done, error = ended.done, averaging_of(ended.before).error
         worked = (done.steps > 0) & done.own
-        # rounding errors are kept of the device's mean, as the next window has another weight
+        # rounding errors are kept as those of the device's mean: the next window's weight differs
         unit = jnp.where(worked, done.steps, 1)
         owed = [each * unit for each in error]
         payload, owed = encode(done.progress, owed, worked, self.compression)
@@ -120,12 +120,12 @@ class GradientRule(Rule):
         if self.plan is None:
             state, verdict = update.applied_if(judge)
         else:
-            # XLA may know that there is work; it does not know that counters are not negative
+            # XLA may know that there is work, but it does not know that counters are never negative
             precondition = mean.good & (before.examples >= 0)
             state, verdict = update.joined_if(judge, self.plan, precondition)
         (trained, opt_state), (good, finite, fine) = state, verdict
         merged = chosen(good, merged, last)
-        # a mean of nothing, as in the first windows with some pending, says nothing about the scale
+        # an empty mean, as in the first windows if some are pending, says nothing about the scale
         known = mean.good | ~finite
         loss_scale = chosen(known, adjust(after.loss_scale, finite), after.loss_scale)
         leaves, fine = jax.tree.leaves(trained), fine | ~mean.finite
@@ -135,7 +135,7 @@ class GradientRule(Rule):
         after, selection = ended.after, self.work.selection
         trained, frozen = selection.split(after.params)
         params = selection.join(jax.tree.structure(trained).unflatten(agreed.trained), frozen)
-        # the rounding errors of a dropped window are dropped, too
+        # the rounding errors of a dropped window are dropped with it
         errors = averaging_of(after).error, averaging_of(ended.before).error
         error = chosen(agreed.good, *errors)
         state = with_averaging(self.with_merged(ended, agreed.merged), error=error)
@@ -144,7 +144,7 @@ class GradientRule(Rule):
 
     @property
     def rests(self) -> bool:
-        # rounding errors of compression and pending windows are a device's own
+        # each device has its own rounding errors and pending windows
         return not self.late and not self.pending and self.compression is None
 
     @staticmethod
@@ -177,10 +177,10 @@ class GradientRule(Rule):
         return updated
 
     def planned(self, one: TrainState) -> "GradientRule":
-        """Return the same rule with equations of the optimizer's update joined if it is worth it.
+        """Return the same rule with equations of the optimizer's update joined if that pays off.
 
-        For CPU devices. To be called outside of any traced function: JAX puts the mesh of a mapped
-        one into equations.
+        For CPU devices. Call it outside of traced functions: in a mapped one, JAX puts the mesh
+        into the equations.
 
         Args:
             one: Shapes of one device's state.
@@ -193,23 +193,23 @@ class GradientRule(Rule):
     def _packing(self, trained: PyTree) -> Packing:
         """Return the packing in which gradients are summed.
 
-        On one device only like arrays share a buffer, which is then a bundle: XLA has no sharding
-        passes there, in which the number of arguments counts.
+        On one device, only arrays of one shape share a buffer, which is then a bundle: XLA's
+        sharding passes, in which the number of arguments matters, do not run there.
         """
         below = SUM_BELOW if self.packs or self.plan is not None else 0
         return Packing.of(_sums_like(trained), below, alike=self.size == 1)
 
 
 def _sums_like(trained: PyTree) -> PyTree:
-    """Return shapes and dtypes of sums of gradients."""
+    """Return the shapes and dtypes of sums of gradients."""
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, wide_dtype(p)), trained)
 
 
 def _judged(old: Any, update: Any, new: Any) -> Any:
-    """Return what must be finite if a parameter's step is taken.
+    """Return what must be finite for a parameter's step to be taken.
 
-    That is the update, and in dtypes of a smaller range than float32 the new parameter, as a sum
-    of finite numbers may overflow there.
+    This is the update. In dtypes with a smaller range than float32 it is the new parameter where
+    the old one is finite, as a sum of finite numbers may overflow there.
     """
     if jnp.finfo(new.dtype).max >= jnp.finfo(jnp.float32).max:
         return update
@@ -217,7 +217,7 @@ def _judged(old: Any, update: Any, new: Any) -> Any:
 
 
 def _counters(state: TrainState) -> TrainState:
-    """Return a state with nothing but what `Rule.update` reads."""
+    """Return a state that holds only what `Rule.update` reads."""
     return state.replace(
         params=None, opt_state=None, model_state=None, key=None, loss_scale=None, averaging=None
     )

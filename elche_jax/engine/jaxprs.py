@@ -1,4 +1,4 @@
-"""What a jaxpr tells about a function that need not be run."""
+"""What a jaxpr tells about a function without running it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-# Other calls are left out: a derivative given by the user may read what the function does not.
+# Other calls are left out: a user-defined derivative may read what the function does not.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-"""Primitives that do nothing but run the jaxpr they hold."""
+"""Primitives that only run the jaxpr they hold."""
 
 JOINABLE = frozenset((
     "abs", "add", "add_any", "and", "broadcast_in_dim", "cbrt", "ceil", "clamp",
@@ -30,15 +30,15 @@ PASSES = JOINABLE | {
     "transpose", "unstack",
     *CALLS,
 }  # fmt: skip
-"""Primitives that take about as long as to read their operands and to write their results."""
+"""Primitives that take about as long as reading their operands and writing their results."""
 
 
 def arguments_read(closed: core.ClosedJaxpr) -> list[bool]:
     """Return for every flat argument of a jaxpr whether a result depends on it.
 
-    An argument may be named that does not matter, but none is missed: a function with a derivative
-    given by the user reads all of its arguments. What is only printed, or passed to another side
-    effect, is in no result.
+    True may be returned for an argument that does not matter, but never False for one that does:
+    a function with a user-defined derivative counts as reading all of its arguments. No result
+    depends on an argument that is only printed, or passed to another side effect.
     """
     jaxpr = _without_effects(closed.jaxpr)
     _, read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -46,7 +46,7 @@ def arguments_read(closed: core.ClosedJaxpr) -> list[bool]:
 
 
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    """Iterate over the equations of a jaxpr, and of those that they hold."""
+    """Iterate over the equations of a jaxpr and of the jaxprs nested in them."""
     for eqn in _plain(jaxpr).eqns:
         yield eqn
         for value in eqn.params.values():
@@ -61,7 +61,7 @@ def called(eqn: core.JaxprEqn) -> Any:
 
 
 def smallest_float(jaxpr: Any) -> int:
-    """Return the bytes of the smallest float that a jaxpr computes with; 4 if all are larger."""
+    """Return the size in bytes of the smallest float in a jaxpr, at most 4."""
     operands = [value for eqn in equations(jaxpr) for value in (*eqn.invars, *eqn.outvars)]
     dtypes: list[Any] = [getattr(value.aval, "dtype", jnp.bool_) for value in operands]
     sizes = [dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
@@ -69,17 +69,20 @@ def smallest_float(jaxpr: Any) -> int:
 
 
 def repeats_cheaply(fn: Callable[..., Any], *args: Any) -> bool:
-    """Return whether a function may be computed twice on a CPU: it does nothing but what takes
-    about as long as to read and write arrays, and has no side effects."""
+    """Return whether a function may be computed twice on a CPU.
+
+    It may if it has no side effects, and does only what takes about as long as reading and
+    writing arrays.
+    """
     closed = jax.make_jaxpr(fn)(*args)
-    # a CPU converts smaller floats, which takes longer than to read them
+    # a CPU converts smaller floats, which takes longer than reading them
     fast = not closed.effects and smallest_float(closed) == 4
     return fast and all(eqn.primitive.name in PASSES for eqn in equations(closed))
 
 
 def _without_effects(part: Any) -> Any:
-    """Return a jaxpr without the side effects of its equations, and of those that they hold."""
-    if type(part) is tuple:  # the branches of a condition
+    """Return a jaxpr without the side effects of its equations and of nested jaxprs."""
+    if type(part) is tuple:  # the branches of a `cond`
         return tuple(map(_without_effects, part))
     if not isinstance(part, core.Jaxpr | core.ClosedJaxpr):
         return part

@@ -1,8 +1,8 @@
 """The devices of a job, which may have several processes, and what its processes exchange.
 
-Each process runs the windows of its own devices. Once in a window the processes exchange, over one
-device of each, the lead. Everything else that is known of all of them follows from numbers that
-travelled in that exchange, so that all processes plan alike.
+Each process runs the windows of its own devices. Once per window the processes exchange data,
+through one device of each process, its lead. Everything else that they know about each other
+follows from numbers in that exchange, so all processes plan alike.
 """
 
 import os
@@ -27,30 +27,30 @@ T = TypeVar("T")
 Collective = Callable[[Any, str], Any]
 
 PIECE = 2**20
-"""Bytes that a process sends at once, so that the leads need no more memory than some of them."""
+"""Bytes that a process sends at once. This bounds the memory that the leads need."""
 
 
 class Measured(NamedTuple):
-    """What travels of a device's window beside its contribution: numbers, or columns of devices.
+    """Numbers that travel with a device's contribution to a window; scalars, or columns by device.
 
-    With windows pending, all but `plan` are of the window before. Times are of the process's own
-    clock, in milliseconds.
+    With pending windows, all but `plan` describe the previous window. Times are in milliseconds, by
+    the clock of the device's process.
 
     Attributes:
         busy: Busy time.
-        ready: From when its process was ready for the window until the device was done.
-        idle: How long its process's devices were ready before the loop asked for the window.
-        sync: The smallest wait of its process's devices in the last exchange that has ended;
+        ready: Time from when its process was ready for the window until the device was done.
+        idle: How long its process's devices were ready before the loop requested the window.
+        sync: The shortest wait of its process's devices in the last exchange that has ended;
             infinite if unknown.
         steady: Whether nothing was compiled for the window.
         cold: Whether its programs ran for the first time.
-        plan: A number for the plan of the window, see `number_of`.
-        replicas: A number for the replicas its process found after the last window that was
-            verified; -1 if there is nothing to compare, -2 if its own replicas differ.
-        left_out: Whether it had work and is not part of the mean, as it is late.
-        late: Whether it has not delivered since, so that it gets no work.
-        wishes: What its process wants all to do, see `elche_jax.train.wishes`.
-        own: Whether its own sums are finite; added on the device unless windows are pending.
+        plan: A number that identifies the plan of the window, see `number_of`.
+        replicas: A number that identifies the replicas of its process after the last window that
+            was verified; -1 if there is nothing to compare, -2 if its own replicas differ.
+        left_out: Whether it had work but is left out of the mean because it is late.
+        late: Whether it has still not delivered and therefore gets no work.
+        wishes: What its process asks of all processes, see `elche_jax.train.wishes`.
+        own: Whether its own sums are finite; filled in on the device unless windows are pending.
     """
 
     busy: Any
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Members:
-    """The processes of a job that are there.
+    """The live processes of a job.
 
     Attributes:
         devices: The devices of all processes, in rank order.
@@ -81,7 +81,7 @@ class Members:
 
     @cached_property
     def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
-        """The ranks of each process's devices, by its index, in the order of their first rank."""
+        """The ranks of each live process's devices, by process index, in order of first rank."""
         ranks: dict[int, list[int]] = {}
         for rank, device in enumerate(self.devices):
             if device.process_index not in self.gone:
@@ -90,12 +90,12 @@ class Members:
 
     @cached_property
     def left(self) -> tuple[int, ...]:
-        """The ranks of the devices that are there, ascending."""
+        """The ranks of the devices of live processes, ascending."""
         return tuple(sorted(rank for ranks in self.ranks_of.values() for rank in ranks))
 
     @cached_property
     def lost(self) -> tuple[int, ...]:
-        """The ranks of the other devices, ascending."""
+        """The ranks of the devices of ended processes, ascending."""
         return tuple(rank for rank in range(len(self.devices)) if rank not in self.left)
 
     @cached_property
@@ -105,14 +105,14 @@ class Members:
 
     @cached_property
     def leads(self) -> tuple[jax.Device, ...]:
-        """The device of each process that exchanges with the others: no CPU, if there is one."""
+        """The lead of each live process: its first device that is not a CPU, or else its first."""
         own = [[self.devices[rank] for rank in ranks] for ranks in self.ranks_of.values()]
         return tuple(min(devices, key=lambda one: one.platform == "cpu") for devices in own)
 
     def combined(self, collective: Collective, row: np.ndarray) -> np.ndarray:
-        """Combine an array of the host with those of the others; all have to call it."""
-        if not PROCESSES.recoverable:  # else no exchange is on its way: each was waited for
-            MappedAcross.settle()  # of a window, after an error in it
+        """Combine host arrays of the live processes; all of them have to call it."""
+        if not PROCESSES.recoverable:  # if recoverable, each exchange was waited for
+            MappedAcross.settle()  # the exchange of a window, after an error in it
         lead = next(one for one in self.leads if one.process_index == jax.process_index())
         own = jax.device_put(row[None], lead)
         return np.asarray(_combiner(collective, self.leads)(own)[1])
@@ -130,12 +130,12 @@ class Job:
 
     @property
     def members(self) -> Members:
-        """The processes that are there."""
+        """The live processes."""
         return _members(self.devices, PROCESSES.gone)
 
     @property
     def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
-        """The ranks of the devices of each process that is there, see `Members`."""
+        """The ranks of the devices of each live process, see `Members`."""
         return self.members.ranks_of
 
     @property
@@ -145,13 +145,13 @@ class Job:
 
     @cached_property
     def one_process(self) -> bool:
-        """Whether the job has one process, from the start."""
+        """Whether the job has consisted of one process from the start."""
         return len({device.process_index for device in self.devices}) == 1
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process's devices."""
-        if self.one_process:  # which may be one of several, with devices of its own
+        if self.one_process:  # JAX may know more processes, whose devices are not of this job
             return tuple(range(self.world_size))
         return self.ranks_of[jax.process_index()]
 
@@ -162,20 +162,20 @@ class Job:
 
     @property
     def at(self) -> int:
-        """Place of this process among those that are there."""
+        """Position of this process among the live ones."""
         return 0 if self.one_process else list(self.ranks_of).index(jax.process_index())
 
     @property
     def leads(self) -> tuple[jax.Device, ...]:
-        """The device of each process that exchanges with the others, see `Members`."""
+        """The lead of each live process, see `Members`."""
         return self.members.leads
 
     @cached_property
     def alike(self) -> bool:
-        """Whether the leads of all processes compute the same bits; all have to ask.
+        """Whether the leads of all processes compute the same bits; all have to read it.
 
-        Hosts of different processors do not: XLA uses the instructions and the cores that each has.
-        Nor do GPUs: each process chooses the fastest of several kernels by measuring.
+        Hosts with different processors do not: XLA uses the instructions and cores of each.
+        GPUs do not either: each process measures several kernels and picks the fastest.
         """
         if self.one_process:
             return True
@@ -187,29 +187,29 @@ class Job:
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """Where each device is, by which it is known again; all have to ask.
+        """Where each device is, to identify it later; all processes have to read it.
 
-        These are its host, the place that a launcher gave to its process, and its number there,
-        divided by `/`; empty for a device that is lost.
+        A place is the device's host, the place that a launcher gave to its process, and its
+        `local_hardware_id`, separated by `/`. It is empty for a lost device.
         """
         place = f"{socket.gethostname()}/{os.environ.get('ELCHE_LOCAL_ID', '')}"
         told = self.exchange([f"{place}/{device.local_hardware_id}" for device in self.local])
         return self.by_rank(told, "")
 
     def gather(self, row: np.ndarray, call: str = "") -> np.ndarray:
-        """Return an array of the host from each process that is there, stacked.
+        """Return the host arrays that the live processes pass, stacked.
 
-        All have to call it; `call` tells this call from others with arrays of this shape.
+        All have to call it; `call` distinguishes this call from others with arrays of this shape.
         """
         return row[None] if self.one_process else self._combine(jax.lax.all_gather, row, call)
 
     def sum(self, row: np.ndarray) -> np.ndarray:
-        """Return the sum of an array of the host over processes; all have to call it."""
+        """Return the sum of a host array over processes; all have to call it."""
         return self._combine(jax.lax.psum, row)
 
     def _combine(self, collective: Collective, row: np.ndarray, call: str = "") -> np.ndarray:
         said = f"{collective.__name__} {row.dtype}{row.shape} {call}"
-        while True:  # until no process ends meanwhile
+        while True:  # again if a process ended meanwhile
             with suppress(ExchangeLost), TURNS.call():
                 return PROCESSES.together(
                     self.leads,
@@ -218,40 +218,40 @@ class Job:
                 )
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows of all devices, by rank, from those of each process; all have to call it.
+        """Return the rows of all devices, by rank, given those of this process's devices.
 
-        Those of devices that are lost are 0.
+        All have to call it. The rows of lost devices are 0.
         """
-        width = Members(self.devices).width  # it must not change while a process ends
+        width = Members(self.devices).width  # of all: it must not change if a process ends
         found = self.gather(np.pad(rows, ((0, width - len(rows)), (0, 0))))
         places = places_of(tuple(self.ranks_of.values()), width, self.world_size)
         flat = found.reshape(-1, rows.shape[1])
         return np.concatenate([flat, np.zeros_like(flat[:1])])[list(places)]
 
     def exchange(self, value: Any, call: str = "") -> list[Any]:
-        """Return what each process that is there passes, in their order; all have to call it.
+        """Return what each live process passes, in the order of `ranks_of`; all have to call it.
 
         Args:
             value: Anything that can be pickled, of any size.
-            call: Tells this call from others.
+            call: Distinguishes this call from others.
         """
         if self.one_process:
             return [value]
         return [pickle.loads(part) for part in self._exchanged(pickle.dumps(value), call)]
 
     def _exchanged(self, mine: bytes, call: str, keep: bool = True) -> list[bytearray]:
-        """Return the bytes of each process that is there; an empty list unless `keep`."""
+        """Return the bytes of each live process; an empty list unless `keep`."""
         gone = self.members.gone
         told = self.gather(np.array(divmod(len(mine), 2**32), np.uint32), call)
         sizes = [(int(high) << 32) + int(low) for high, low in told]
         parts = [bytearray() for _ in sizes]
         for begin in range(0, max(sizes), PIECE):
             own = np.frombuffer(mine[begin : begin + PIECE], np.uint8)
-            # a power of two: few programs are compiled
+            # a power of two, so that few programs are compiled
             row = np.zeros(min(PIECE, _rounded(max(sizes) - begin)), np.uint8)
             row[: own.size] = own
             got = self.gather(row)
-            if self.members.gone != gone:  # again: a part may be half one process's, half another's
+            if self.members.gone != gone:  # again: parts may mix bytes of two processes
                 return self._exchanged(mine, call, keep)
             if keep:
                 for part, size, new in zip(parts, sizes, got, strict=True):
@@ -259,10 +259,10 @@ class Job:
         return parts if keep else []
 
     def check_all(self) -> None:
-        """Raise if a process has ended, where its devices have to take part.
+        """Raise if a process has ended, for calls that need all devices.
 
         Raises:
-            ProcessLostError: If one has.
+            ProcessLostError: If a process has ended.
         """
         gone = sorted(self.members.gone)
         if gone:
@@ -272,11 +272,11 @@ class Job:
             )  # fmt: skip
 
     def by_rank(self, told: Sequence[Sequence[Any]], lost: Any) -> tuple[Any, ...]:
-        """Return what each process that is there tells of its devices, in rank order.
+        """Return the devices' values in rank order, given those of each live process.
 
         Args:
-            told: For each process a value for each of its devices.
-            lost: In place of that of a device that is lost.
+            told: For each process, a value for each of its devices.
+            lost: Value for devices that are lost.
         """
         flat = [x for own in told for x in own]
         ranks = [rank for own in self.ranks_of.values() for rank in own]
@@ -285,7 +285,7 @@ class Job:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process of the first device, which writes the files of the job."""
+        """Whether this is the process of the first device, which writes the job's files."""
         return self.one_process or self.devices[0].process_index == jax.process_index()
 
     def _check_first(self) -> None:
@@ -298,9 +298,9 @@ class Job:
             )  # fmt: skip
 
     def by_first(self, call: Callable[[], T]) -> T:
-        """Call a function in the first process; all return its result or raise its error.
+        """Call a function in the first process; return its result or raise its error in all.
 
-        All have to call it. Results and errors are pickled.
+        All have to call this. Results and errors are pickled.
         """
         if self.one_process:
             return call()
@@ -323,10 +323,10 @@ class Job:
         return result
 
     def from_first(self, array: np.ndarray | None, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return an array of the host of the first process; all have to call it.
+        """Return a host array of the first process in all processes; all have to call it.
 
         Args:
-            array: The array; not read in other processes.
+            array: The array; ignored in other processes.
             shape: Its shape.
             dtype: Its dtype.
         """
@@ -341,34 +341,36 @@ class Job:
             row[: part.size] = part
             total = self.sum(row)
             self._check_first()
-            if not self.first:  # zeros are added to the first one's
+            if not self.first:  # the sum is the first one's part, as the others add zeros
                 part[:] = total[: part.size]
         return found.view(dtype).reshape(shape)
 
     def rows_at_first(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return arrays with a row per device of the job in the first process; others get none.
+        """Return arrays with a row per device of the job in the first process, none in others.
 
         All have to call it.
 
         Args:
-            rows: Arrays with a row for each device of this process, by the same names everywhere.
+            rows: Arrays with a row for each device of this process, with the same names in all
+                processes.
         """
         if not rows:
             return {}
-        # in one, as small arrays cost what large ones do; other protocols copy arrays twice
+        # all at once, as a small array costs as much as a large one; other protocols copy twice
         own = pickle.dumps(list(rows.values()), protocol=5)
         told = [pickle.loads(part) for part in self._exchanged(own, "rows", keep=self.first)]
         found: dict[str, np.ndarray] = {}
         if self.first:
             for name, *arrays in zip(rows, *told, strict=True):
-                # a device that is lost gets the first one's
+                # a lost device gets the row of the first device
                 found[name] = np.stack(self.by_rank(arrays, lost=arrays[0][0]))
         return found
 
     def raise_alike(self, where: str, own: Exception | None) -> None:
-        """Raise an error that some processes have, in all of them; all have to call it.
+        """Raise an error in all processes if any process has one; all have to call it.
 
-        A process with an error raises its own, the others say what the first such one says.
+        A process that has an error raises it. The others raise a `RuntimeError` that quotes the
+        error of the first process that has one.
 
         Args:
             where: The function the user called.
@@ -383,14 +385,14 @@ class Job:
                 raise of_process(error, process)
 
     def check_same(self, where: str, **values: Any) -> None:
-        """Raise unless all processes pass the same; all have to call it with the same names.
+        """Raise unless all processes pass the same values; all have to call it with the same names.
 
         Args:
             where: The function the user called.
-            **values: What they pass, as `settings_of` and `digest_of` return it.
+            **values: The values of this process, as `settings_of` and `digest_of` return them.
 
         Raises:
-            ValueError: If one of them differs; it names the process.
+            ValueError: If a value differs; the message names two processes.
         """
         if self.one_process:
             return
@@ -402,13 +404,13 @@ class Job:
         Args:
             where: The function the user called.
             values: The values of this process.
-            found: For each process the `digests_of` its values.
+            found: For each process, the `digests_of` its values.
         """
         processes = list(self.ranks_of)
         for at, name in enumerate(values):
             others = np.flatnonzero((found[:, at] != found[0, at]).any(axis=-1))
             if others.size:
-                said = self.exchange(shown(values[name]))  # all have found it
+                said = self.exchange(shown(values[name]))  # all processes have found the difference
                 told = dict(zip(self.ranks_of, said, strict=True))  # one may have ended meanwhile
                 got = difference(told, processes[others[0]], processes[0])
                 raise ValueError(check.message(where, name, "be the same in all processes", got))
@@ -416,33 +418,33 @@ class Job:
 
 @lru_cache(maxsize=8)
 def _members(devices: tuple[jax.Device, ...], gone: frozenset[int]) -> Members:
-    """Return the processes that are there, whose ranks are found once."""
+    """Return the live processes; cached, as finding their ranks takes time."""
     return Members(devices, gone)
 
 
 @lru_cache(maxsize=8)
 def _combiner(collective: Collective, leads: tuple[jax.Device, ...]) -> MappedAcross:
-    """Return a program of `Job.gather` or `Job.sum`, compiled once, however many jobs are made."""
+    """Return the program of `Job.gather` or `Job.sum`; cached, so that all `Job`s share it."""
     return MappedAcross(lambda row: (None, collective(row, AXIS)), leads)
 
 
 def _rounded(size: int) -> int:
-    """Return the next power of two: each length is a program of its own."""
+    """Return the next power of two, as each length needs a program of its own."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def _sendable(result: Any, error: Exception | None) -> tuple[Any, Exception | None]:
     try:
-        pickle.loads(pickle.dumps((result, error)))  # some errors do not come back
+        pickle.loads(pickle.dumps((result, error)))  # some errors cannot be unpickled
         return result, error
     except Exception:
         return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def places_of(ranks_of: Sequence[Sequence[int]], width: int, size: int) -> tuple[int, ...]:
-    """Return for each rank its place in rows gathered over processes, ``width`` for each.
+    """Return each rank's place in rows gathered over processes, ``width`` rows for each process.
 
-    A rank of none of them has the place after all rows.
+    A rank that belongs to no process has the place after all rows.
 
     Examples:
         >>> places_of([(0, 3), (1,)], width=2, size=4)

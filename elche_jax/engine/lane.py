@@ -1,8 +1,8 @@
-"""Lanes: devices of one kind, served by one mapped program. A single device is a lane, too.
+"""Lanes: devices of one kind, served by one mapped program. A single device is also a lane.
 
-All differences between one device and several, and between one kind and several, are here: how a
-function is compiled, how arrays are placed, and how windows are timed. Code above a lane
-has no such cases, except for the few that `tests/test_layers.py` lists.
+All differences between one device and several, and between one kind and several, are handled here:
+how functions are compiled, how arrays are placed, and how windows are timed. Code above a lane does
+not distinguish these cases, except in the few places that `tests/test_layers.py` lists.
 """
 
 from abc import ABC, abstractmethod
@@ -64,7 +64,7 @@ class Fleet(ABC):
         """Return stacked arrays over these devices in this fleet's lanes, without a copy."""
 
     def copies(self, tree: PyTree) -> PyTree:
-        """Return copies of one device's entries, leaves `(1, ...)`, on all devices, stacked."""
+        """Copy one device's entries, leaves `(1, ...)`, to all devices; return them stacked."""
         copies = jax.device_put([tree] * self.world_size, list(self.devices))
         return jax.tree.map(lambda *rows: self.stack(rows), *copies)
 
@@ -80,8 +80,7 @@ class Fleet(ABC):
 
     @property
     def alone(self) -> bool:
-        """Whether there is a single device, whose work and synchronization need no separate
-        times."""
+        """Whether there is a single device, whose work and synchronization are not timed apart."""
         return self.job.world_size == 1
 
 
@@ -106,7 +105,7 @@ class Lane(Fleet):
     @cached_property
     def sharding(self) -> Sharding:
         """The sharding of arrays with one entry per device."""
-        # one object: JAX takes longer to compare two
+        # cached: JAX compares an object faster with itself than with an equal one
         return stacked_sharding(self.devices)
 
     def stack(self, shards: Sequence[jax.Array]) -> jax.Array:
@@ -116,7 +115,7 @@ class Lane(Fleet):
         return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
 
     def put(self, rows: PyTree) -> PyTree:
-        # explicit, as a guard against implicit transfers may hold in all threads
+        # explicit, as a guard against implicit transfers may be set for all threads
         return jax.device_put(rows, self.sharding)
 
     def restack(self, tree: PyTree) -> PyTree:
@@ -132,12 +131,12 @@ class Lane(Fleet):
 class Lanes(Fleet):
     """Devices in several lanes; stacked arrays are `LanedArray`s.
 
-    In a job of several processes, ranks are places among this process's devices.
+    In a job of several processes, ranks are positions among this process's devices.
 
     Attributes:
         devices: The devices in rank order.
         lanes: The lanes, in the order of their first rank.
-        across: The devices of all processes; None if there is one.
+        across: The devices of all processes; None if there is only one process.
     """
 
     devices: tuple[jax.Device, ...]
@@ -153,16 +152,16 @@ class Lanes(Fleet):
 
     @cached_property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each lane the ranks of its devices."""
+        """For each lane, the ranks of its devices."""
         return tuple(lane.ranks for lane in self.lanes)
 
     @cached_property
     def lead_order(self) -> tuple[int, ...]:
-        """Indices of the lanes that may lead, in the order in which they do.
+        """Indices of the lanes that may lead, in order of preference.
 
-        The first device of the lane that leads computes what all devices agree on. The first
-        lane of accelerators is the first one, as they are the faster ones; without any, the first
-        lane. The others need as much memory, as what only the lead holds may be large.
+        The first device of the lane that leads computes what all devices agree on. Lanes of
+        accelerators come first, as they are faster. A lane may lead only if it has at least as
+        much memory as the first one, as what only the lead holds may be large.
         """
         firsts = [lane.devices[0] for lane in self.lanes]
         order = sorted(range(len(firsts)), key=lambda at: firsts[at].platform == "cpu")
@@ -175,8 +174,8 @@ class Lanes(Fleet):
         return self.lanes[self.lead_order[0]]
 
     def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> "MappedLanes":
-        # `Mapped` makes a function object per lane: the key of JAX's caches lacks the kind of the
-        # devices
+        # `Mapped` makes a function object per lane, as the key of JAX's caches lacks the kind of
+        # the devices
         return MappedLanes([lane.mapped(fn, donate) for lane in self.lanes], self)
 
     def stack(self, shards: Sequence[jax.Array]) -> LanedArray:
@@ -192,11 +191,11 @@ class Lanes(Fleet):
         )
 
     def split(self, tree: PyTree) -> list[PyTree]:
-        """Return each lane's part of a pytree of stacked arrays, of the host or of any lanes."""
+        """Return each lane's part of a pytree of stacked arrays, on the host or in any lanes."""
         return [self.part(tree, at) for at in range(len(self.lanes))]
 
     def part(self, tree: PyTree, at: int) -> PyTree:
-        """Return the part of one lane, by its index, see `split`."""
+        """Return the part of the lane with this index, see `split`."""
         return jax.tree.map(partial(self._part, at), tree)
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
@@ -207,9 +206,9 @@ class Lanes(Fleet):
         return self.join(self.split(tree))
 
     def place(self, tree: PyTree) -> PyTree:
-        """Return arrays with a leading axis over devices with each entry on its device.
+        """Place each entry of arrays with a leading axis over devices on its device.
 
-        A program with arguments of the host alone would run on JAX's default device.
+        A program whose arguments are all on the host would run on JAX's default device.
         """
 
         def placed(leaf: Any) -> StackedArray:
@@ -237,12 +236,12 @@ class Lanes(Fleet):
 
 
 class MappedLanes:
-    """A function mapped over several lanes, by a program for each.
+    """A function mapped over several lanes, with one program for each.
 
-    Its second result must be None: lanes have nothing in common but the host.
+    Its second result must be None, as lanes share nothing but the host.
 
     Args:
-        each: The function, mapped over every lane.
+        each: For each lane, the function mapped over it.
         lanes: The lanes.
     """
 
@@ -254,7 +253,7 @@ class MappedLanes:
         return self._run(self._each, args)
 
     def lower(self, *args: PyTree) -> list[jax.stages.Lowered]:
-        """Trace and lower for such arguments, under the JAX settings of this thread."""
+        """Trace and lower for these arguments, under the JAX settings of this thread."""
         parts = self._lanes.split(shapes_of(args))
         return [mapped.lower(*own) for mapped, own in zip(self._each, parts, strict=True)]
 
@@ -275,8 +274,8 @@ def lanes_of(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None = No
 
     Args:
         devices: The devices in rank order.
-        keys: For each device what its lane is to be known by; None for its kind. Devices of
-            several kinds are never in one lane.
+        keys: A key for each device; devices with different keys are in different lanes. None to
+            group by kind only. Devices of several kinds never share a lane.
     """
     lanes = _grouped(devices, keys)
     return lanes[0] if len(lanes) == 1 else Lanes(tuple(devices), lanes)
@@ -287,7 +286,7 @@ def lanes_across(job: Job, keys: Sequence[Hashable] | None = None) -> Lanes:
 
     Args:
         job: The devices of several processes.
-        keys: For each device of the job what its lane is to be known by; None for its kind.
+        keys: A key for each device of the job, or None, see `lanes_of`.
     """
     own = keys and [keys[rank] for rank in job.ranks]
     return Lanes(job.local, _grouped(job.local, own), job)
@@ -296,23 +295,23 @@ def lanes_across(job: Job, keys: Sequence[Hashable] | None = None) -> Lanes:
 def _grouped(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None) -> tuple[Lane, ...]:
     ranks: dict[Hashable, list[int]] = {}
     for rank, device in enumerate(devices):
-        # a mapped program takes devices of one client and platform
+        # a mapped program requires devices of one client and platform
         kind: Hashable = (id(device.client), device.platform, device.device_kind)
         ranks.setdefault((kind, None if keys is None else keys[rank]), []).append(rank)
     return tuple(Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values())
 
 
 def memory_limit(device: jax.Device) -> int:
-    """Return the bytes that JAX may take on a device; 0 if unknown, as on the host."""
+    """Return the bytes that JAX may allocate on a device; 0 if unknown, as for a CPU."""
     if device.platform == "cpu":
         return 0
     return int((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
 def kinds_of(devices: Sequence[jax.Device]) -> tuple[str, ...]:
-    """Return the kind of every device, by which a user tells them apart.
+    """Return the kind of every device, as users tell them apart.
 
-    It is `device_kind`; where several backends have devices of one kind, the backend's name.
+    This is `device_kind`, or the backend's name if several backends have devices of that kind.
     """
     names: Mapping[int, str] = {id(client): name for name, client in backends().items()}
     clients: dict[str, set[int]] = {}

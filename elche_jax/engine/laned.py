@@ -1,8 +1,8 @@
-"""Stacked arrays over devices that no single array of JAX can span.
+"""Stacked arrays over devices that no single `jax.Array` can span.
 
-The devices of an array share a client and a platform. Over several lanes a leaf of a pytree is
-therefore one of these objects instead, which answer like a stacked `jax.Array`: pytree functions,
-`jax.device_get` and NumPy take them, while `jax.jit` and `jax.numpy` reject them.
+The devices of a `jax.Array` share a client and a platform. Over several lanes, the leaves of a
+pytree are therefore the objects of this module, which behave like a stacked `jax.Array`: pytree
+functions, `jax.device_get` and NumPy accept them, while `jax.jit` and `jax.numpy` reject them.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ PyTree = Any
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One device's entry of a stacked array; attributes as those of `jax.Shard`."""
+    """One device's entry of a stacked array, with attributes like those of `jax.Shard`."""
 
     device: jax.Device
     index: tuple[slice, ...]
@@ -33,19 +33,19 @@ class Shard:
 
 
 class Stacked(ABC):
-    """An object that answers like a stacked array of JAX, leaves `(world_size, ...)`."""
+    """An object that behaves like a stacked `jax.Array`, `(world_size, ...)`."""
 
     is_fully_replicated = False
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Its shape; the first axis is over devices."""
+        """The shape; the first axis is over devices."""
 
     @property
     @abstractmethod
     def arrays(self) -> Sequence[jax.Array]:
-        """The arrays of JAX that it consists of."""
+        """The `jax.Array`s that hold its entries."""
 
     @abstractmethod
     def addressable_data(self, rank: int) -> jax.Array:
@@ -91,9 +91,9 @@ class Stacked(ABC):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one device's entry, still on that device, for an integer; else a host array."""
+        """Return one device's entry, on that device, for an integer; a host array otherwise."""
         if isinstance(index, int | np.integer):
-            rank = range(len(self))[int(index)]  # also negative numbers, and the error
+            rank = range(len(self))[int(index)]  # handles negative numbers, and raises
             return self.addressable_data(rank)[0]
         return np.asarray(self)[index]
 
@@ -105,19 +105,19 @@ class Stacked(ABC):
         return whole if dtype is None else whole.astype(dtype)
 
     def __bool__(self) -> bool:
-        return bool(np.asarray(self))  # NumPy's error, if there are several
+        return bool(np.asarray(self))  # NumPy raises if there are several elements
 
     def __eq__(self, other: object) -> Any:
         if not isinstance(other, COMPARED):
             return NotImplemented
-        return np.asarray(self) == np.asarray(other)  # by element, as arrays are compared
+        return np.asarray(self) == np.asarray(other)  # elementwise, as for arrays
 
     def __ne__(self, other: object) -> Any:
         if not isinstance(other, COMPARED):
             return NotImplemented
         return np.asarray(self) != np.asarray(other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as of arrays
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as for arrays
 
     def __reduce__(self) -> Any:
         """Pickle as an array of the host: devices cannot be pickled."""
@@ -166,8 +166,8 @@ class LanedArray(Stacked):
     """A stacked array over several lanes, one array per lane.
 
     Args:
-        parts: For each lane its stacked array, `(devices of the lane, ...)`.
-        ranks: For each lane the ranks of its devices.
+        parts: For each lane, its stacked array, `(devices of the lane, ...)`.
+        ranks: For each lane, the ranks of its devices.
     """
 
     def __init__(self, parts: Sequence["StackedArray"], ranks: Sequence[tuple[int, ...]]):
@@ -201,7 +201,7 @@ class LanedArray(Stacked):
 
 
 class LeadArray(Stacked):
-    """A value that is the same for all devices and held by one of them, the lead.
+    """A value that is the same for all devices and is held by one of them, the lead.
 
     Args:
         row: The value, `(1, ...)`, on the lead.
@@ -230,12 +230,12 @@ class LeadArray(Stacked):
 
 
 class LateArray(Stacked):
-    """The part of a lane at rest: copies of another device's entry, made once they are read.
+    """The part of a lane at rest: copies of another device's entry, made when first read.
 
     Args:
         source: A stacked array whose first entry is the value.
-        lane: Devices of the lane.
-        copies: Copies an entry `(1, ...)` to them, stacked.
+        lane: The devices of the lane.
+        copies: Copies an entry, `(1, ...)`, to the lane's devices, stacked.
     """
 
     def __init__(
@@ -270,14 +270,14 @@ class LateArray(Stacked):
 
 
 COMPARED = (Stacked, jax.Array, np.ndarray, np.generic, int, float, complex, list, tuple)
-"""What stacked arrays are compared with by element."""
+"""Types with which stacked arrays are compared elementwise."""
 
 StackedArray = jax.Array | Stacked
 """A stacked array, over the devices of one lane or of several."""
 
 
 def devices_of(stacked: StackedArray) -> list[jax.Device]:
-    """Return the devices of a stacked array in the order of its entries, also of a deleted one."""
+    """Return the devices of a stacked array, even a deleted one, in the order of its entries."""
     if isinstance(stacked, Stacked):
         return [stacked.device_of(rank) for rank in range(len(stacked))]
     placed = stacked.sharding.devices_indices_map(stacked.shape)
@@ -285,7 +285,7 @@ def devices_of(stacked: StackedArray) -> list[jax.Device]:
 
 
 def arrays_of(stacked: StackedArray) -> Sequence[jax.Array]:
-    """Return the arrays of JAX that a stacked array consists of."""
+    """Return the `jax.Array`s that hold the entries of a stacked array."""
     return stacked.arrays if isinstance(stacked, Stacked) else (stacked,)
 
 

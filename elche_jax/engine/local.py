@@ -1,6 +1,6 @@
 """Local steps: every device takes its own optimizer steps, then parameters are averaged.
 
-With `x` the parameters of the last exchange, `y[d]` the device's own and `w[d]` its share,
+With `x` the parameters of the last exchange, `y[d]` those of device `d` and `w[d]` its share,
 
     m = sum over d of w[d] * (x - y[d])
     x = (x - m) + (u + m)        with u the outer optimizer's update for m
@@ -49,7 +49,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalSteps(Carry):
-    """The carry of a device's loop over its steps of a window.
+    """The carry of a device's loop over its steps in a window.
 
     Attributes:
         trained: Its trained parameters.
@@ -98,10 +98,10 @@ class LocalRule(Rule):
         def body(i: Any, local: LocalSteps) -> LocalSteps:
             own = gradient(i, local.trained, local.model_state)
             grads = clip(own.grads, self.max_grad_norm)
-            # the state before the window: within it a device does not know the others' work
+            # the state before the window, as within it a device does not know the others' work
             updates, opt_state = self.update(state, grads, local.opt_state, local.trained, own.loss)
             trained = optax.apply_updates(local.trained, updates)
-            if self.work.form == "weighted":  # a microbatch of weight 0 is no step
+            if self.work.form == "weighted":  # a microbatch of weight 0 takes no step
                 trained, opt_state = chosen(
                     own.weight > 0, (trained, opt_state), (local.trained, local.opt_state)
                 )
@@ -170,7 +170,7 @@ class LocalRule(Rule):
         kept = averaging_of(after)
         new, outer = self._moved(x, self._pick(mine, part), mean.payload, kept, part)
         new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
-        # the outer optimizer may overflow on finite differences, float16 on any
+        # finite differences may still overflow in the outer optimizer, or in float16
         fine = all_finite(new)
         good = computed_once(mean.good & fine)
         opt_state = None
@@ -242,12 +242,12 @@ class LocalRule(Rule):
         self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState, part: int
     ) -> tuple[Leaves, tuple[PyTree, ...]]:
         """Return the new parameters in the dtype of sums, and the outer optimizer's new state."""
-        # on one device the mean is its own result, to the last bit
+        # on one device the mean equals the device's own result, to the last bit
         middle = own if self.size == 1 else _less(base, mean)
         if self.averaging.outer is None:
             return middle, ()
         tx = optax.with_extra_args_support(self.averaging.outer)
-        x = list(map(wide, base))  # as its state is
+        x = list(map(wide, base))  # like the outer optimizer's state
         mean = [d.astype(leaf.dtype) for d, leaf in zip(mean, x, strict=True)]
         updates, state = tx.update(mean, kept.outer[part], x)
         leaves = jax.tree.leaves(updates)
@@ -292,8 +292,8 @@ def average(
 ) -> PyTree:
     """Average the devices' parameters between two exchanges.
 
-    Arrays are weighted by the steps since their last exchange; without such steps they are the
-    same on all devices.
+    An array is weighted by the steps since its last exchange. Without such steps it is the same
+    on all devices.
 
     Args:
         averaging: The averaging rule.
@@ -325,7 +325,7 @@ def average(
 
 
 def _finite(state: TrainState, local: LocalSteps) -> Any:
-    """Return whether a device's results are finite, but for what was not finite before."""
+    """Return whether a device's results are finite, except where its state was not before."""
     before, after = ((x.opt_state, x.model_state) for x in (state, local))
     own = all_finite((local.trained, local.loss, local.weight))
     return computed_once(own & none_worse(before, after, forgive_nan=True))

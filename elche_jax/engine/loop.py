@@ -14,11 +14,11 @@ Body = Callable[[Any, PyTree], PyTree]
 
 
 Seconds = Callable[[int, int, int], float]
-"""`seconds(window, rank, count)`: shortest duration of the first `count` microbatches."""
+"""`seconds(window, rank, count)`: minimum duration of the first `count` microbatches."""
 
 
 class LoopHook(Protocol):
-    """Hooks by which emulation slows down the loop over microbatches."""
+    """Hooks with which emulation slows down the loop over microbatches."""
 
     def check(self, world_size: int) -> None:
         """Raise `ValueError` if the hook does not fit the number of devices."""
@@ -26,7 +26,7 @@ class LoopHook(Protocol):
 
     @abstractmethod
     def of_rank(self, rank: int) -> "LoopHook":
-        """Return the hook of a single device, as slow as that of a rank is among all."""
+        """Return the hook for a single device that is as slow as this rank among all devices."""
         ...
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
@@ -42,12 +42,14 @@ class LoopHook(Protocol):
         return jnp.zeros((), jnp.float32)
 
     def on_host(self) -> Seconds | None:
-        """Return the durations if the hook only waits, so that the host can wait instead."""
+        """Return the durations if the hook only waits, as the host can then wait instead."""
         return None
 
     def settle(self) -> None:
-        """Raise, on the host, what the programs could not raise; called after each dispatch, and
-        when all programs have run."""
+        """Raise, on the host, errors that the programs could not raise.
+
+        Called after each dispatch, and when all programs have run.
+        """
         return None
 
 
@@ -64,15 +66,15 @@ def emulated_loop(
         carry: The initial carry.
 
     Returns:
-        The final carry, and the zero of `LoopHook.end` that must be added to a result; None
-        without a hook.
+        The final carry, and the zero of `LoopHook.end`, which must be added to a result; None
+        in its place without a hook.
     """
-    # the count is a value, so that one program runs any counts; on a GPU such a loop needs the
-    # options in `mapped.py`
+    # the count is a value of the program, which can thus run any counts; on a GPU such a loop needs
+    # the options in `mapped.py`
     if hook is None:
         return jax.lax.fori_loop(call_args.begin, call_args.end, body, carry), None
     device = call_args.rank
-    # starting at the zero of `begin` makes the loop wait for it
+    # adding the zero of `begin` to the start makes the loop wait for it
     start = call_args.begin + jnp.asarray(hook.begin(device, step, call_args.fresh), jnp.int32)
     carry = jax.lax.fori_loop(
         start, call_args.end, lambda i, carry: hook.around(body, device, i, carry), carry

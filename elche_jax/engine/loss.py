@@ -39,11 +39,11 @@ class Weighted:
 
     Attributes:
         loss: Scalar, the mean loss over the counted items (tokens, for instance).
-        weight: Scalar, the number of counted items, at least 0. It is treated as a constant
-            by the gradient. With weight 0 the microbatch contributes nothing, even if
+        weight: Scalar, the number of counted items, at least 0. The gradient treats it as a
+            constant. With weight 0 the microbatch contributes nothing, even if
             `loss` is NaN. A window is not finite if a weight is negative, or if weights above
-            0 sum to less than 2**-100 (8e-31). With windows pending (`delay`) such a sum drops
-            the window's update, and only `metrics["finite"]` says so.
+            0 sum to less than 2**-100 (8e-31). With pending windows (`delay`) such a sum drops
+            the window's update, and only `metrics["finite"]` reports it.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -64,7 +64,7 @@ class LossFn:
     """The user's loss function and its calling convention.
 
     Attributes:
-        fn: `fn(params, batch, rng)`, with model state `fn(params, model_state, batch, rng)`.
+        fn: `fn(params, batch, rng)`, or `fn(params, model_state, batch, rng)` with model state.
         has_aux: Whether the second element it returns holds a dict of metrics.
         has_model_state: Whether the second element holds the new model state.
         mask_key: Key under which the mask of valid examples, bool of shape `(batch,)`, is
@@ -94,7 +94,7 @@ class LossFn:
         return loss, *self._pair(second, "a second element of ")
 
     def _pair(self, value: Any, part: str = "") -> tuple[Any, Any]:
-        """Check that a part of what the function returned is a pair."""
+        """Return a part of what the function returned; raise unless it is a pair."""
         if isinstance(value, tuple) and len(value) == 2:
             return value
         second = "aux"
@@ -129,9 +129,9 @@ def inspect_loss(
         rng: Shape of a key.
 
     Raises:
-        TypeError: If the loss has none of the forms of this module, or an auxiliary value
+        TypeError: If the loss has none of the forms of this module, or if an auxiliary value
             or the model state does not have the expected structure.
-        ValueError: If `mask_key` is already in the batch; see `traced_alone`.
+        ValueError: If `mask_key` is already in the batch; also see `traced_alone`.
     """
     size = batch_size_of(batch)
     names = ("params", "model_state", "batch", "rng")
@@ -199,7 +199,7 @@ def microbatch_terms(
         params: Parameters to differentiate with respect to.
         model_state: Model state.
         batch: One microbatch, leaves `(batch, ...)`.
-        valid: Number of valid examples, the first ones.
+        valid: Number of valid examples, which come first.
         rng: Key of the microbatch.
 
     Returns:
@@ -217,7 +217,7 @@ def microbatch_terms(
     elif form == "vector":
         weight = valid.astype(jnp.float32)
         # a `where`, not a product: the loss of an invalid example may be NaN
-        # float64 until then, as what is divided here is what the gradient is multiplied by
+        # float64 until after the division, as the gradient is divided in the same dtype
         total = wide(jnp.where(mask, loss, 0)).sum()
         mean = (total / valid.astype(total.dtype)).astype(jnp.float32)
     else:
@@ -241,7 +241,7 @@ def sound_weight(weight: Any) -> Any:
     tiny = jnp.finfo(jnp.float32).tiny
     first = jax.lax.bitcast_convert_type(jnp.asarray(tiny, jnp.float32), jnp.int32)
     weight = jnp.where((bits > 0) & (bits < first), tiny, weight)
-    # without its sign bit, -0.0 is 0: no negative weight
+    # the shift drops the sign bit, as -0.0 is not a negative weight
     return jnp.where((bits < 0) & (bits << 1 != 0), jnp.nan, weight)
 
 
@@ -252,7 +252,7 @@ def is_real(value: Any) -> bool:
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Check that a weight is real, and a scalar one of a type that does not round counts.
+    """Check that a weight is real and, if scalar, of a type that does not round counts.
 
     Args:
         name: Name of the weight, for the message.

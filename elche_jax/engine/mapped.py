@@ -1,9 +1,9 @@
 """Functions mapped over a group of devices; the only file that names `jax.pmap`.
 
 Every array of a group is *stacked*: it has a leading axis with one entry per device, each
-entry on its device. With one device the program is a plain `jit` that strips this axis inside;
-that is only a reshape, but it may keep XLA from reusing the buffer of a donated argument.
-`entries.py` has what code inside need not strip.
+entry on its device. With one device the program is a plain `jit` that strips this axis inside.
+This is only a reshape, but it may keep XLA from reusing the buffer of a donated argument.
+`entries.py` keeps the stacked arrays for code inside that can use them.
 """
 
 import sys
@@ -35,13 +35,13 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_gpu_enable_command_buffer": (
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"
         ),
-        # without it the dispatch still waited for the whole loop
+        # without it, the dispatch still waited for the whole loop
         "xla_gpu_graph_min_graph_size": 1,
     }
 }
 """Compiler options by platform. On a GPU, a loop with a dynamic trip count returns to the host
-before every iteration, and the dispatching thread waits for all of them; inside a CUDA graph it
-stays on the device (docs/design/0017-on-a-gpu.md has the figures)."""
+before every iteration, and the dispatching thread waits for all iterations; inside a CUDA graph
+the loop stays on the device (docs/design/0017-on-a-gpu.md has the figures)."""
 
 
 class Mapped:
@@ -58,12 +58,12 @@ class Mapped:
         self._devices, self._fn = tuple(devices), fn
         self._sharding: Sharding | None = stacked_sharding(self._devices)
         if len(self._devices) > 1 and jax.process_count() > 1:
-            # `pmap` takes the shapes of arrays for those of all processes
+            # `pmap` takes the shapes of arrays to be global, over all processes
             self._jitted: Any = _over_mesh(fn, self._devices, donate)
         elif len(self._devices) > 1:
-            # `pmap` keeps its programs for good unless they are evicted; `jit` lets go of them
+            # `pmap` keeps its programs permanently unless they are evicted; `jit` does not
             traced = _weakly(self)
-            self._sharding = None  # it places arguments itself
+            self._sharding = None  # `pmap` places arguments itself
             self._jitted = jax.pmap(
                 traced,
                 axis_name=AXIS,
@@ -76,7 +76,7 @@ class Mapped:
             self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
 
     def on(self, device: jax.Device) -> "Mapped":
-        """Return the function on another device, if it is mapped over one."""
+        """Return the function, which must be mapped over one device, on a different device."""
         other = copy(self)
         other._devices, other._sharding = (device,), stacked_sharding([device])
         return other
@@ -94,7 +94,7 @@ class Mapped:
         return self.finish(self.lower(*args))
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
-        """Trace and lower for such arguments, under the JAX settings of this thread."""
+        """Trace and lower for these arguments, under the JAX settings of this thread."""
         return self._jitted.lower(*shapes_of(args, self._sharding))
 
     def finish(self, lowered: jax.stages.Lowered) -> PerDevice:
@@ -103,7 +103,7 @@ class Mapped:
 
 
 def _weakly(mapped: Mapped) -> Callable[..., Any]:
-    """Wrap the function of a `Mapped` without a reference to it, as `pmap` caches what it gets."""
+    """Wrap the function of a `Mapped` without keeping it alive, as `pmap` caches the wrapper."""
     owner = weakref.ref(mapped)
 
     def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
@@ -117,9 +117,9 @@ def _weakly(mapped: Mapped) -> Callable[..., Any]:
 def _forget(traced: Callable[..., Any]) -> None:
     """Evict what `pmap` has compiled for a function from JAX's cache.
 
-    The cache holds functions by weak references, but its values refer back to them, so that
-    nothing is ever evicted. After some thousand programs, each with up to a hundred memory
-    mappings, the process reaches the kernel's limit on mappings.
+    The cache holds functions by weak references, but its values refer back to them, so nothing is
+    ever evicted. After some thousand programs, each with up to a hundred memory mappings, the
+    process reaches the kernel's limit on mappings.
     """
     pmap = sys.modules.get("jax._src.pmap")  # the cache has no public name
     cache: Any = getattr(pmap, "_cached_shard_map", None)  # if absent, programs stay
@@ -129,21 +129,21 @@ def _forget(traced: Callable[..., Any]) -> None:
 
 
 class MappedAcross:
-    """A function mapped over one device of each process, which exchange in it.
+    """A function mapped over one device of each process, in which the processes exchange data.
 
-    Arguments and results are those of this process's device, leaves `(1, ...)`; every process has
-    to call it.
+    Arguments and results are those of this process's device, leaves `(1, ...)`. Every process must
+    call it.
 
     Args:
         fn: Function of per-device values, as for `Mapped`.
         devices: One device of each process.
     """
 
-    _last: jax.Array | None = None  # a small part of what was launched last, of any object
+    _last: jax.Array | None = None  # the smallest result of the last launch, of any instance
 
     def __init__(self, fn: PerDevice, devices: Sequence[jax.Device]):
         self._devices, self._sharding = tuple(devices), _mesh_sharding(devices)
-        # `pmap` would convert between arrays of a process and of all of them in every call
+        # `pmap` would convert between the arrays of one and of all processes in every call
         self._jitted = _over_mesh(fn, self._devices)
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -151,7 +151,7 @@ class MappedAcross:
         return self._run(self._jitted, args)
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
-        """Trace and lower for such arguments, under the JAX settings of this thread."""
+        """Trace and lower for these arguments, under the JAX settings of this thread."""
         return self._jitted.lower(
             *jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(self._over(x), x.dtype, sharding=self._sharding),
@@ -171,18 +171,18 @@ class MappedAcross:
             args,
         )
         results = jax.tree.map(lambda x: x.addressable_data(0), program(*whole))
-        if not TURNS.in_thread_of_windows:  # which waits for its results
+        if not TURNS.in_thread_of_windows:  # that thread waits for its results
             MappedAcross._last = min(jax.tree.leaves(results), key=lambda leaf: leaf.nbytes)
         return results
 
     @staticmethod
     def settle() -> None:
-        """Wait for what was launched last: programs without common data may run in any order.
+        """Wait for the last launch, as programs without common data may run in any order.
 
-        If it fails, whoever reads its results is told.
+        If it failed, the error is not raised here but where its results are read.
         """
         if MappedAcross._last is not None and not MappedAcross._last.is_deleted():
-            # an exchange that fails in gloo may come as a ValueError, too
+            # an exchange that fails in gloo may also raise a ValueError
             with suppress(jax.errors.JaxRuntimeError, ValueError):
                 MappedAcross._last.block_until_ready()
 
@@ -205,7 +205,7 @@ def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:
 
 
 def _over_mesh(fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()) -> Any:
-    """Map a function over devices by `jit` and `shard_map`, see `Mapped`."""
+    """Map a function over devices with `jit` and `shard_map`, see `Mapped`."""
     mapped = jax.shard_map(
         _on_one(fn),
         mesh=Mesh(np.array(devices), (AXIS,)),

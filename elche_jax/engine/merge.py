@@ -1,7 +1,7 @@
 """Rules that merge the model states of several devices, leaf by leaf.
 
 Each device ends a window with its own model state (BatchNorm statistics, counters).
-With `b` the state before the window, `x[d]` that of device `d` after it and
+With `b` the state before the window, `x[d]` the state of device `d` after it and
 `w[d]` the device's share of the window's weight, a leaf becomes
 
 | rule | merged |
@@ -12,8 +12,8 @@ With `b` the state before the window, `x[d]` that of device `d` after it and
 | `"first"` | `x[d]` of the lowest rank that worked |
 | `"keep"` | `x[d]` stays on device `d`; only with parameter averaging |
 
-Devices without work in the window are ignored. Changes are exchanged, not values, so that a
-leaf that no device changed stays bitwise the same.
+Devices without work in the window are ignored. For means, devices exchange changes instead of
+values, so a leaf that no device changed stays bitwise the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class MergeRules:
 
     Attributes:
         rules: The rules; none is "auto".
-        mean_of: For every pooled variance the index of the leaf with its mean; None for other
+        mean_of: For every pooled variance, the index of the leaf with its mean; None for other
             leaves.
     """
 
@@ -87,7 +87,7 @@ class MergeRules:
         return MergeRules(("first",) * len(self.rules), (None,) * len(self.rules))
 
     def differences(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-        """Return a device's differences if the rule is a mean, else its values.
+        """Return a device's differences for leaves whose rule is a mean, its values for others.
 
         With differences, a leaf that no device changed stays bitwise the same.
         """
@@ -107,15 +107,15 @@ class MergeRules:
         ]
 
     def changes(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-        """Return a device's changes in a window, if means are applied late.
+        """Return a device's changes in a window, for means that are applied late.
 
-        A change is a difference; for a variance it is a factor, which keeps it above 0; for
-        rules that are not means it is the new value.
+        A change is a difference. For a pooled variance it is a factor, which keeps the variance
+        above 0; for rules that are not means it is the new value.
         """
 
         def change(rule: str, mean_of: int | None, old: Any, new: Any) -> Any:
             if mean_of is not None:
-                # a variance of 0 stays as it is, since no factor leads away from 0
+                # a variance of 0 stays 0, as no factor leads away from it
                 factor = wide(new) / jnp.where(old > 0, wide(old), 1)
                 factor = jnp.where((old > 0) & jnp.isfinite(factor), factor, 1)
                 return factor
@@ -135,11 +135,12 @@ class MergeRules:
         return list(map(changed, self.rules, self.mean_of, before, changes))
 
     def halfway(self, leaves: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        """Return means halfway to a device's own values; others, and where one is not finite, as
-        they are.
+        """Return means halfway between the given leaves and a device's own.
 
-        A device's change undoes what its window has forgotten of the changes before. Without the
-        own value, which remembers them, that repeats itself with alternating sign.
+        Leaves of other rules stay as given, as do elements of which one of the two is not finite.
+
+        A device's change undoes what its window has forgotten of earlier changes. Without the own
+        value, which remembers them, this would repeat with alternating sign.
         """
 
         def half(rule: str, common: Any, mine: Any) -> Any:
@@ -160,7 +161,7 @@ class MergeRules:
         ]
 
     def unchanged(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the changes of a window in which nothing changed, none for no leaves."""
+        """Return the changes of a window in which nothing changed; an empty list for no leaves."""
         return [
             # 1 for factors, 0 for differences, see `changes`
             leaf
@@ -176,8 +177,8 @@ def difference(new: Any, old: Any) -> Any:
 
 
 def _difference(new: Any, old: Any) -> Any:
-    """Return a difference; the new value if the old one is not finite, so that it is replaced."""
-    # a selection here and in `_moved`: an old value with 0 in its place would be kept in memory
+    """Return a difference, or the new value if the old one is not finite, to replace it."""
+    # a selection here and in `_moved`: an old value with 0 put in its place would stay in memory
     return jnp.where(jnp.isfinite(wide(old)), difference(new, old), wide(new))
 
 
@@ -186,14 +187,16 @@ def _moved(old: Any, change: Any) -> Any:
     # rounded once: a value much smaller than the old one would lose all its bits
     start = wide(old)
     new = start + change
-    # what falls to nearly 0 is not to be negative by rounding: it may be a variance
+    # a value that falls to nearly 0 must not change its sign by rounding: it may be a variance
     across = (new * jnp.sign(start) < 0) & (jnp.abs(new) < 2.0**-20 * jnp.abs(start))
     return jnp.where(jnp.isfinite(start), jnp.where(across, 0, new), change).astype(old.dtype)
 
 
 def opt_rules(opt_state: PyTree) -> MergeRules:
-    """Return the rules of an optimizer state: `"mean"` for floats, `"first"` for PRNG keys,
-    `"max"` for the rest."""
+    """Return the rules of an optimizer state.
+
+    They are `"mean"` for floats, `"first"` for PRNG keys and `"max"` for the rest.
+    """
 
     def rule(leaf: Any) -> str:
         if is_key(leaf):
@@ -216,7 +219,7 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
 
     Raises:
         TypeError: A rule does not fit the leaf's dtype, or the function takes other arguments.
-        ValueError: A rule is unknown, the rules have another structure, or a pooled leaf has
+        ValueError: A rule is unknown, the rules have a different structure, or a pooled leaf has
             no partner.
     """
     named = jax.tree_util.tree_flatten_with_path(model_state)[0]

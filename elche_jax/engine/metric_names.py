@@ -1,4 +1,4 @@
-"""Names of the metrics that the library reports itself; those of a loss must be others."""
+"""Names of the metrics that the library itself reports, which a loss must not use."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reserved:
-    """Names that are taken under some options.
+    """Metric names that are reserved under some options.
 
     Attributes:
         names: The names.
-        by: Who reports them and when, for the message.
+        by: What reports them and when, for the error message.
     """
 
     names: tuple[str, ...]

@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Carry(Replaceable):
-    """What a device's loop over microbatches carries, with any rule.
+    """The carry of a device's loop over microbatches, common to all rules.
 
     Attributes:
         loss: Sum of `weight * loss`, float32.
@@ -36,7 +36,7 @@ class Carry(Replaceable):
     model_state: PyTree
 
     def plus(self, own: "Terms", **changes: Any) -> Self:
-        """Return it with the terms of one more microbatch, or part of one.
+        """Return the carry with the terms of one more microbatch, or part of one, added.
 
         Args:
             own: The terms.
@@ -56,12 +56,12 @@ class Carry(Replaceable):
 class Terms(Carry):
     """The results of one microbatch, or their sums over several.
 
-    The loss of one microbatch is its mean loss, not yet times the weight. If the weight is 0, the
-    gradient is zero and the model state unchanged.
+    The loss of one microbatch is its mean loss, not multiplied by the weight. If the weight is 0,
+    the gradient is zero and the model state unchanged.
 
     Attributes:
         grads: Gradient of the mean loss, float32 (float64 for float64 parameters), in the
-            structure of the trained parameters; in sums times the weight.
+            structure of the trained parameters; in sums, multiplied by the weight.
     """
 
     grads: PyTree
@@ -100,7 +100,7 @@ class Gradient:
     def add(
         self, plus: Callable[[Terms, Terms], Terms], sums: Terms, i: Any, trained: PyTree
     ) -> Terms:
-        """Add microbatch `i` to sums, part by part, so that only they hold a whole gradient.
+        """Add microbatch `i` to sums, part by part, so that only the sums hold a whole gradient.
 
         Args:
             plus: Adds the terms of a part.
@@ -113,12 +113,12 @@ class Gradient:
         def body(p: Any, sums: Terms) -> Terms:
             return plus(sums, part(p, trained, sums.model_state))
 
-        # a loop, as otherwise XLA may run the parts, and hold what they need, at the same time
+        # a loop, as XLA could otherwise run the parts, and hold their memory, at the same time
         return body(0, sums) if self.split == 1 else jax.lax.fori_loop(0, self.split, body, sums)
 
 
 def plus(sums: Terms, own: Terms) -> Terms:
-    """Return sums with the terms of one more microbatch, or part of one."""
+    """Return sums with the terms of one more microbatch, or part of one, added."""
 
     def add(total: Any, g: Any) -> Any:
         return total + g * own.weight.astype(g.dtype)
@@ -137,7 +137,7 @@ class Microbatches:
         key_impl: Name of the PRNG implementation of the run's key.
         selection: The trained parameters.
         precision: Precision of the computation.
-        split: Number of parts of equal size in which a microbatch is run, one after the other.
+        split: Number of equal parts in which a microbatch is run, one after the other.
     """
 
     loss_fn: LossFn
@@ -162,7 +162,7 @@ class Microbatches:
         key = jax.random.wrap_key_data(state.key, impl=self.key_impl)
 
         def terms(trained: PyTree, model_state: PyTree, batch: PyTree, valid: Any, rng: Any) -> Any:
-            # cast inside what is differentiated: gradients then have the dtypes of the parameters
+            # cast in the differentiated function, so that gradients have the parameters' dtypes
             params = cast(self.selection.join(trained, frozen))
             loss, aux = microbatch_terms(
                 self.loss_fn, self.form, params, model_state, cast(batch), valid, rng
@@ -170,7 +170,7 @@ class Microbatches:
             return (loss if scale is None else loss * scale), (loss, aux)
 
         def unscaled(grad: Any) -> Any:
-            # before the division: small float16 gradients would become zero again
+            # widened first: the division would make small float16 gradients zero again
             grad = wide(grad)
             return grad if scale is None else grad / jnp.asarray(scale, grad.dtype)
 
@@ -181,7 +181,7 @@ class Microbatches:
             # placement gives the same bits.
             batch = jax.lax.optimization_barrier(batch)
             valid = call_args.valid(place, batch_size_of(batch))
-            # by its place in the run, so that keys depend neither on the device nor on the counts
+            # from its place in the run, so that keys depend neither on the device nor on the counts
             rng = jax.random.fold_in(key, state.microbatches + place)
 
             def part(p: Any, trained: PyTree, model_state: PyTree) -> Terms:
@@ -201,7 +201,7 @@ class Microbatches:
         return Gradient(read, self.split, self.metrics)
 
     def _of_part(self, made: Terms) -> Terms:
-        """Return the terms of a part with its weight in the microbatch."""
+        """Return the terms of a part, with its weight within the microbatch."""
         weight, metrics = made.weight, made.metrics
         if self.form == "scalar":  # the weight of a microbatch is 1, not its number of examples
             weight, metrics = jax.tree.map(lambda x: x / self.split, (weight, metrics))
@@ -233,7 +233,7 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     """Scale `grads` so that the global norm of `grads / weight` is at most `max_norm`."""
     if max_norm is None:
         return grads
-    # of the quotients: squares of `grads` may overflow, or be flushed to 0
+    # the norm of the quotients: squares of `grads` may overflow, or be flushed to 0
     norm = optax.tree.norm(jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))

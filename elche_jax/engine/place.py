@@ -2,8 +2,8 @@
 
 Streamed data is transferred without padding: a device's share consists of pieces whose
 lengths are the binary digits of its count (`data.split`). If a device has no piece of some
-length, the program gets a block of zeros that was placed once and is never read. Resident
-data is on every device as a whole, and only example numbers are transferred.
+length, the program gets a block of zeros that was placed once and is never read. Every device
+holds a full copy of resident data, and only example numbers are transferred.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,10 @@ PyTree = Any
 Placement = Literal["resident", "stream"]
 
 TOGETHER = 4 << 20
-"""Bytes up to which a piece that all devices have is read from arrays, and transferred, for all of
-them at once: of small arrays the number takes time, not the bytes. From some ten megabytes on, one
-block of memory for all devices takes longer than one for each, as the system hands it out anew."""
+"""Largest size, in bytes over all devices, at which a piece that all of them have is read from
+arrays and transferred for all at once: the cost of small arrays is their number, not their bytes.
+From about ten megabytes on, one block of memory for all devices takes longer than one for each, as
+the system allocates it anew."""
 
 RESIDENT_SHARE = 0.25
 """Largest share of the free memory that `placement="auto"` uses for the data."""
@@ -46,7 +47,7 @@ def choose_placement(placement: str, source: Source, free: int | None) -> Placem
             `"auto"` streams.
 
     Raises:
-        ValueError: If `placement` is another word, or `"resident"` for data that is not a
+        ValueError: If `placement` is none of these, or `"resident"` for data that is not a
             pytree of arrays.
     """
     check.one_of("data", "placement", placement, ("auto", "resident", "stream"))
@@ -64,10 +65,10 @@ def choose_placement(placement: str, source: Source, free: int | None) -> Placem
 
 
 def placing(fleet: Fleet) -> AbstractContextManager[None]:
-    """Return a context for calls of programs, in which a transfer guard lets their data pass.
+    """Return a context for program calls in which a transfer guard lets their data pass.
 
     With several devices the data is placed explicitly, which a guard against implicit transfers
-    allows. With one device the call itself places it, see `Placer`, and that is meant, too.
+    allows. With one device the call itself places it, see `Placer`, which is intended, too.
 
     Args:
         fleet: The devices.
@@ -78,7 +79,7 @@ def placing(fleet: Fleet) -> AbstractContextManager[None]:
 
 
 class Placer:
-    """Placement of the data of program calls on the devices.
+    """Places the data of program calls on the devices.
 
     With one device, arrays stay on the host and are transferred when the program is called:
     there is no thread that could place them ahead, and a separate transfer takes longer than
@@ -171,7 +172,7 @@ class Placer:
             partial: The microbatch of the epoch with fewer valid examples, if any.
             totals: Microbatches and valid examples of the window.
         """
-        place, valid = -1, 0  # no microbatch has place -1, so that none is masked
+        place, valid = -1, 0  # no microbatch has place -1, so none is masked
         if partial is not None:
             place, valid = partial.microbatch - first, partial.valid
         numbers = [
@@ -220,7 +221,7 @@ class Placer:
 
 
 class _Blank(NamedTuple):
-    """A block of zeros for each device, which no program reads: apart, and as a stacked array."""
+    """Blocks of zeros, one per device, that no program reads: as a list, and stacked."""
 
     shards: list[Any]
     whole: Any
@@ -253,5 +254,5 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
 
 
 def check_fits(leaf: Any) -> None:
-    """Raise `ValueError` if integers of data would be cut off, see `check_integers`."""
+    """Raise `ValueError` if integers of data would be truncated, see `check_integers`."""
     check_integers("data", "integers", "", leaf, "Encode them, or switch jax_enable_x64 on.")

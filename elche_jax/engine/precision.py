@@ -7,7 +7,8 @@ scale before differentiation and the gradient divided by it, in float32 or wider
     grad(loss) = grad(scale * loss) / scale
 
 A dynamic scale is a `flax.training.dynamic_scale.DynamicScale`: it is halved after a window
-that is not finite and doubled after a number of finite ones. It is part of the training state.
+that is not finite and doubled after `growth_interval` finite ones in a row. It is part of the
+training state.
 """
 
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Precision:
 def adjust(loss_scale: Any, finite: Any) -> Any:
     """Update a dynamic loss scale after a window; None stays None.
 
-    Flax applies its rule inside `DynamicScale.value_and_grad`, so that is called with a
+    Flax applies its rule inside `DynamicScale.value_and_grad`, so that method is called with a
     function whose gradient is finite if the window's was.
     """
     if loss_scale is None:

@@ -5,7 +5,7 @@ With `p[d]` the payload of device `d` and `a[d]` its amount of work,
     mean gradient    mean = sum over d of p[d] / sum over d of a[d]
     local steps      mean = sum over d of w[d] * p[d]      with shares w computed from a
 
-Every formula is written once, for reductions on the devices and on the host alike, see
+Every formula is written once, for reductions on the devices and on the host, see
 `elche_jax.engine.axis`.
 """
 
@@ -32,8 +32,9 @@ class Row(NamedTuple):
         own: Whether the device's result is finite, 1 or 0.
         loss: Mean loss.
         weight: Sum of the weights that the loss is a mean over.
-        size: Squared norm of the parameters before less the payload.
-        steps: Amount of work of the window alone; that of a fragment is of several windows.
+        size: Squared norm of the parameters of the last exchange after subtracting the payload.
+        steps: Amount of work of the window alone; the `amount` of a fragment covers several
+            windows.
     """
 
     amount: Any
@@ -52,10 +53,10 @@ class Contribution:
     Attributes:
         payload: The arrays to average, encoded for the wire.
         row: A `Row`, float32, shape `(6,)`.
-        sums: Sums over its microbatches: `loss`, `weight` and `metrics`, weighted, and `bad`,
-            1 if the device's result is not finite.
+        sums: Sums over its microbatches: weighted `loss` and `metrics`, `weight`, and `bad`,
+            which is 1 if the device's result is not finite.
         state: For every leaf of model state that is merged, its change if the rule is a mean,
-            else its value.
+            otherwise its value.
     """
 
     payload: Encoded
@@ -97,9 +98,10 @@ class Reduction:
         weigh: Weights the devices; None for the mean over all their work.
         compression: Type of the payload on the wire.
         device_loss: Whether the metrics hold each device's own loss.
-        pending: Whether the payload is of an earlier window and the sums are of those that ran
-            last: a copy of an older state then brings another amount of work than the sums say.
-        spans: Whether the payload may be of several windows, and model state of the last one.
+        pending: Whether the payload is of an earlier window, while the sums are of the last ones.
+            After a return to a copy of an older state, the payload's amount of work differs from
+            that of the sums.
+        spans: Whether the payload may cover several windows, while model state covers the last.
     """
 
     merge: MergeRules
@@ -169,7 +171,7 @@ class Reduction:
 
     @property
     def plain(self) -> bool:
-        """Whether payloads are summed as they are, and may be summed in parts before."""
+        """Whether payloads are summed as they are, so that partial sums may be formed first."""
         return self.weigh is None and self.compression is None
 
     def _by_device(self, axis: Axis, sums: PerDevice) -> dict[str, Any]:
@@ -200,8 +202,8 @@ class Reduction:
     ) -> tuple[Leaves, Leaves]:
         """Merge model state leaf by leaf; also return what to add to pooled variances.
 
-        If `idle`, no device has worked in the window, but the mean counts, as it is of earlier
-        ones, too: model state is then as all devices have it.
+        If `idle`, no device has worked in the window, but the mean counts, as it covers earlier
+        windows, too. Model state is then the value that all devices have.
         """
         move = dict(zip(self.merge.means, moved, strict=True))
         means = [mean for mean in self.merge.mean_of if mean is not None]
@@ -220,7 +222,7 @@ class Reduction:
         return merged, spread
 
     def _bytes(self, axis: Axis, contributions: PerDevice) -> Any:
-        """Return the bytes that a device contributes, the most over devices."""
+        """Return the largest number of bytes that a device contributes."""
         if axis.size == 1:
             return axis.xp.float32(0)
         return axis.xp.float32(np.max(axis.each(self.bytes_of, contributions)))
@@ -228,7 +230,7 @@ class Reduction:
     def bytes_of(self, contribution: Contribution) -> int:
         """Return the bytes of a contribution, given as arrays or shapes.
 
-        The spread of pooled variances counts, too: it takes a second exchange.
+        This includes the spread of pooled variances, which takes a second exchange.
         """
         state = contribution.state
         pooled = [state[i] for i, mean in enumerate(self.merge.mean_of) if mean is not None]
@@ -237,7 +239,7 @@ class Reduction:
 
 
 def _losses(rows: Row, worked: Any, xp: ModuleType) -> Any:
-    """Return the devices' losses; that of the others for one whose work is of earlier windows."""
+    """Return the devices' losses; the others' mean if a device's work is of earlier windows."""
     measured = worked & (rows.weight > 0)
     number = xp.maximum(measured.sum(), 1).astype(np.float32)
     mean = xp.where(measured, rows.loss, 0).sum() / number
@@ -257,7 +259,7 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     weights = xp.where(sound, weights, 0)
     # exact, and keeps the sum of large weights finite
     weights = weights * xp.where(weights.max() > 2.0**64, 2.0**-64, 1).astype(xp.float32)
-    # of float64 parameters the mean has as many digits
+    # so that the mean of float64 parameters keeps their precision
     weights = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
     total = weights.sum()
     sound &= (total > 0) | ~work.worked.any()
@@ -265,10 +267,10 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
 
 
 def _divisor(weight: Any, xp: ModuleType) -> Any:
-    """Return what turns sums into means; infinite without any weight, so that they are 0.
+    """Return the divisor that turns sums into means; infinite if the weight is 0, for means of 0.
 
-    Not a factor: the mean of equal values would not be that value, and the inverse of a large
-    weight is flushed to 0.
+    With a factor instead, the mean of equal values would not be that value, and the inverse of a
+    large weight would be flushed to 0.
     """
     return xp.where(weight > 0, weight, xp.inf).astype(xp.float32)
 
@@ -288,9 +290,9 @@ def _metrics(totals: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
 
 
 def _known(totals: dict[str, Any], metrics: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
-    """Return the loss and the user's metrics, NaN without any weight.
+    """Return the loss and the user's metrics, NaN if the weight is 0.
 
-    So are those of the first windows where the metrics are those of an earlier window.
+    This is also the case in the first windows if metrics are those of an earlier window.
     """
     names = ("loss", *totals["metrics"])
     return {name: xp.where(totals["weight"] > 0, metrics[name], xp.nan) for name in names}
@@ -308,9 +310,10 @@ def _distances(
         update_norm = |g|                 how far it moved on its own
         cosine      = g . m / (|g| |m|)   0 if either is 0
 
-    With `w` the shares, `|a|**2 = sum of w * (|x - g|**2 - |g - m|**2)`: from `x` itself it could
-    not be computed if the parameters became much smaller; so it is less exact for devices that are
-    far apart, compared with their average. All are NaN for devices that are late or not finite.
+    With `w` the shares, `|a|**2 = sum of w * (|x - g|**2 - |g - m|**2)`. It could not be computed
+    from `x` itself if the parameters became much smaller. Computed this way, it is less exact for
+    devices that are far apart compared with their average. All are NaN for devices that are late
+    or not finite.
     """
     xp = axis.xp
 
@@ -334,7 +337,8 @@ def _distances(
 def packed(xp: ModuleType, *lists: Leaves) -> tuple[Leaves, ...]:
     """Pack lists of arrays, so that there is less to compile; on the host they stay as they are.
 
-    All are packed as the first one, of whose shapes they are. A list has one dtype where that has.
+    All lists have the shapes of the first one and are packed like it. Arrays that have one dtype in
+    the first list have one dtype in every list.
     """
     if xp is np:
         return lists

@@ -1,7 +1,7 @@
 """Reductions of stacked pytrees over the devices of a fleet, outside of training windows.
 
 In one lane these are collectives. Several lanes meet on the lead: each brings its sum there, and
-the result is copied to all devices. So do those of several processes, whose leads then exchange.
+the result is copied to all devices. With several processes, the leads exchange in between.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def parameter_averager(
 
     @cache
     def means(gone: frozenset[int]) -> Mapped | MappedAcross:
-        # a process that has ended does not take part
+        # processes that have ended do not take part
         everyone = LeadAxis(size)
         if not job.one_process:
             everyone = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))
@@ -101,16 +101,17 @@ def parameter_averager(
 
     def averager(state: TrainState) -> PyTree:
         rows = [entries_of(of(state), rank) for rank in range(size)]
-        rows += rows[:1] * (job.members.width - size)  # in place of what other processes have more
+        rows += rows[:1] * (job.members.width - size)  # padding if other processes have more
         return means(job.members.gone)(jax.device_put(rows, lead))[0]
 
     return averager
 
 
 def _on_leads(fleet: Lanes, fn: PerDevice) -> Mapped | MappedAcross:
-    """Map a function over the lead of each process; if they are not alike, the first one's counts.
+    """Map a function over the lead of each process.
 
-    In a job of several processes, all have to call it.
+    If the leads do not compute the same bits, all get the first one's result. In a job of several
+    processes, all must call this, and the mapped function.
     """
     job = fleet.job
     if job.one_process:

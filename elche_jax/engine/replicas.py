@@ -33,12 +33,12 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
     Returns:
         The same structure; leaves `(len(devices),) + shape`, entry `d` on device `d`.
         No leaf shares memory with the argument. Over devices of several kinds, a leaf is an
-        object that answers like such an array.
+        object that behaves like such an array.
 
     Raises:
         TypeError: If `devices` is not a sequence of devices, or a leaf is not numeric.
-        ValueError: If there is no device, or one appears twice, or an integer is beyond 32 bits
-            and JAX has no larger ones.
+        ValueError: If there is no device, one appears twice, or an integer does not fit 32 bits
+            and 64-bit types are disabled.
 
     Examples:
         >>> import jax, numpy as np
@@ -65,7 +65,7 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
 
 
 def hold_over(fleet: Fleet, tree: PyTree) -> PyTree:
-    """Copy a pytree to the devices that have to hold it: over several lanes to the lead alone."""
+    """Copy a pytree to the devices that must hold it: over several lanes, to the lead alone."""
     if not isinstance(fleet, Lanes):
         return replicate_over(fleet, tree)
     rows = replicate_over(lanes_of(fleet.lead.devices[:1]), tree)
@@ -85,7 +85,7 @@ def unreplicate(tree: PyTree) -> PyTree:
 
     Raises:
         ValueError: If a leaf is not stacked, for instance because it is already unreplicated, or
-            its buffer went to a later call of the training step.
+            its buffer was donated to a later call of the training step.
     """
     firsts = [_shards("unreplicate", name, leaf)[0].data[0] for name, leaf in named(tree)]
     return jax.tree.structure(tree).unflatten(firsts)
@@ -97,18 +97,18 @@ def check_replicas(tree: PyTree) -> None:
     The devices compute checksums (see `elche_jax.engine.checksum`), in which a change within
     one element always shows. Only a leaf that differs is fetched.
 
-    In a job of several processes, all have to call it with their copies. They are compared over
-    all processes, and an error is raised in each of them.
+    In a job of several processes, all must call it with their copies. The copies are compared
+    across processes, and an error is raised in all of them.
 
     Args:
         tree: Pytree of stacked arrays, for instance a `TrainState`.
 
     Raises:
-        ReplicaMismatch: If a copy differs from the first device's; the message names the
-            first such leaf, the device, and how many elements differ; or the process whose
-            copies differ from those of the first one.
-        ValueError: If a leaf is not stacked, or its buffer went to a later call of the training
-            step.
+        ReplicaMismatch: If a copy differs from the first device's. The message names the first
+            such leaf, the device, and how many elements differ, or the process whose copies
+            differ from those of the first one.
+        ValueError: If a leaf is not stacked, its buffer was donated to a later call of the
+            training step, or processes pass different leaves.
         RuntimeError: If another process has raised an error.
 
     Examples:
@@ -140,13 +140,14 @@ def _copies(tree: PyTree) -> tuple[str | None, list[tuple[str, str, bytes]]]:
     """Compare this process's copies of a pytree.
 
     Returns:
-        Where they differ, or None; and for each leaf its name, first device and checksum.
+        A message that says where they differ, or None; and for each leaf its name, first device
+        and checksum.
     """
     leaves = named(tree)
     groups: dict[Fleet, list[int]] = {}
     for i, (name, leaf) in enumerate(leaves):
         devices = [shard.device for shard in _shards("check_replicas", name, leaf)]
-        if not isinstance(leaf, LeadArray):  # which has no copies
+        if not isinstance(leaf, LeadArray):  # it has no copies
             lanes = leaf.ranks if isinstance(leaf, LanedArray) else [range(len(devices))]
             keys = {rank: at for at, ranks in enumerate(lanes) for rank in ranks}
             fleet = lanes_of(devices, [keys[rank] for rank in range(len(devices))])
@@ -155,7 +156,7 @@ def _copies(tree: PyTree) -> tuple[str | None, list[tuple[str, str, bytes]]]:
         (ms, checksums(fleet.restack([leaves[i][1] for i in ms]), fleet))
         for fleet, ms in groups.items()
     ]
-    # reading waits for the devices, so only after all are launched
+    # reading waits for the devices, so it comes after all launches
     found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
     if found:
         leaf, rank = min(found)
@@ -218,12 +219,12 @@ def _shards(where: str, name: str, leaf: Any) -> Any:
             f"{name} is {shape}. Pass what replicate or a training step returned."
         )
     check_not_given_up(where, name, leaf)
-    # by rank, in whatever order JAX lists them
+    # sorted by rank, as JAX may list them in any order
     return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
 def check_not_given_up(where: str, name: str, leaf: StackedArray) -> None:
-    """Raise if a leaf of a state is read whose buffer a later window has taken over.
+    """Raise `ValueError` if the buffer of a leaf was donated to a later window.
 
     Args:
         where: The function the user called.

@@ -26,7 +26,7 @@ def named_leaves(where: str, what: str, tree: PyTree) -> list[tuple[Any, Any]]:
 
 
 def checked_output(name: str, tree: PyTree) -> PyTree:
-    """Check and return what a user's function returned; to be called while tracing.
+    """Check and return what a user's function returned; called while tracing.
 
     Args:
         name: Name of the function.

@@ -4,12 +4,13 @@ A window of a rule, on every device:
 
     zeros -> body (per microbatch) -> finish -> contribute -> a mean over devices -> apply
 
-A transport calls these and computes the mean, either by collectives of the devices
-(`elche_jax.engine.collective`) or on the host (`elche_jax.engine.host`). With windows pending,
-`apply` gets the mean of an earlier window than the one just finished.
+A transport calls these and computes the mean: by collectives of the devices
+(`elche_jax.engine.collective`), on the lead of several lanes (`elche_jax.engine.lanes`) or on the
+host (`elche_jax.engine.host`). With pending windows, `apply` gets the mean of an earlier window
+than the one just finished.
 
-`apply` has two halves: `agree` computes what is the same on all devices, and may be computed by
-one of them; `adopt` puts it into a device's own state.
+`apply` has two halves: `agree` computes what is the same on all devices and may run on only one of
+them; `adopt` puts it into a device's own state.
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +44,7 @@ class Ended:
             pending.
         after: The device's current state.
         done: The device's update in the window.
-        part: Index of the part of the parameters that is exchanged; known where it is traced.
+        part: Index of the part of the parameters that is exchanged; known when tracing.
         later: The device's updates in later windows, oldest first.
     """
 
@@ -57,11 +58,11 @@ class Ended:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Agreed:
-    """What a mean makes of a state, the same on all devices.
+    """What a mean changes in a state, the same on all devices.
 
     Attributes:
         trained: Trained parameters of the part that was exchanged, in the order of their leaves.
-        opt_state: Averaged state of the optimizer; None if it is held, or every device has its own.
+        opt_state: Averaged state of the optimizer; None unless the rule averages it.
         merged: Merged leaves of model state.
         held: What only `agree` reads and changes, see `Rule.split_lead`.
         loss_scale: Dynamic scale of the loss, or None.
@@ -90,11 +91,11 @@ class Rule(ABC):
         compression: Type of payloads on the wire.
         late: Whether means are applied after later windows have begun; devices then continue
             from their own results.
-        pending: Number of windows that are pending in the state between two windows.
-        max_grad_norm: Norm to which gradients are clipped; or None.
+        pending: Number of pending windows in the state between two windows.
+        max_grad_norm: Norm to which gradients are clipped, or None.
         parts: Number of parts of the parameters, which are exchanged in turn.
         device_loss: Whether the metrics hold each device's own loss.
-        takes_agreed: Whether a device's new trained parameters are `Agreed.trained`, as they are.
+        takes_agreed: Whether a device's new trained parameters are exactly `Agreed.trained`.
     """
 
     takes_agreed: ClassVar[bool] = False
@@ -137,8 +138,8 @@ class Rule(ABC):
         Args:
             state: The state at the start of the window.
             carry: The carry after its microbatches.
-            catch_up: Whether the update is to include the device's work in earlier windows
-                that was never averaged.
+            catch_up: Whether the update includes the device's work in earlier windows that was
+                never averaged.
 
         Returns:
             The device's new state, and its update.
@@ -204,8 +205,7 @@ class Rule(ABC):
 
     @property
     def rests(self) -> bool:
-        """Whether a device without work has nothing of its own: neither its contribution nor its
-        state differ from those of other devices without work."""
+        """Whether all devices without work are alike, in their contributions and states."""
         return False
 
     @property
@@ -214,7 +214,7 @@ class Rule(ABC):
         return replace(self, work=replace(self.work, selection=Selection()))
 
     def in_parts(self, split: int) -> "Rule":
-        """Return the same rule for devices that run a microbatch as this many parts."""
+        """Return the same rule for devices that run a microbatch in this many parts."""
         return replace(self, work=replace(self.work, split=split))
 
     @property
@@ -243,10 +243,10 @@ class Rule(ABC):
     ) -> tuple[PyTree, PyTree]:
         """Return the optimizer's updates and new state."""
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-        # it wraps, as keys are made of it: a schedule would begin again
+        # the counter wraps, as keys are made of it: a schedule would start again
         most = jnp.iinfo(state.microbatches.dtype).max
         microbatches = jnp.where(state.microbatches < 0, most, state.microbatches)
-        # some optimizers use the loss, or the work done so far
+        # some optimizers use the loss or the work done so far
         return optax.with_extra_args_support(self.tx).update(
             grads, opt_state, trained, value=loss, grad=grads,
             microbatches=microbatches, examples=state.examples,
@@ -270,7 +270,7 @@ class Rule(ABC):
         return rules.changes(begin, end)
 
     def merged(self, ended: Ended, mean: Mean) -> tuple[Leaves, Leaves]:
-        """Return the merged leaves of model state after this mean and after the last one."""
+        """Return the merged leaves of model state after this mean and after the previous one."""
         rules, state = self.merge_rules, mean.state[: len(self.merge_rules.rules)]
         if not self.late:
             old = self.merge.of_sent(ended.before.model_state)
@@ -281,8 +281,8 @@ class Rule(ABC):
     def with_merged(self, ended: Ended, merged: Leaves) -> TrainState:
         """Return the device's state with the merged leaves of a mean.
 
-        If means are applied late, the device continues halfway between the leaves with its
-        changes since and its own.
+        If means are applied late, the device continues halfway between its own leaves and the
+        merged ones with its later changes.
         """
         after, own = ended.after, merged
         later = ended.later if self.late else ()

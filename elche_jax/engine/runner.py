@@ -28,11 +28,11 @@ PyTree = Any
 _NUMBERS = count()
 
 TOGETHER = 8
-"""Programs that are compiled at the same time."""
+"""Largest number of programs that are compiled at the same time."""
 
 
 class Program(NamedTuple):
-    """A program that may have to be compiled.
+    """A program that may not be compiled yet.
 
     Attributes:
         key: Its key in the compile cache.
@@ -49,12 +49,12 @@ class Program(NamedTuple):
         return self.traced()()
 
     def traced(self) -> Callable[[], PerDevice]:
-        """Trace it, and return what compiles it; threads compile in parallel, but trace in turn."""
+        """Trace it and return a function that compiles it: only compiling runs in parallel."""
         return partial(self.mapped.finish, self.mapped.lower(*self.shapes()))
 
 
 def compiled(programs: Sequence[Program], cache: CompileCache) -> list[PerDevice]:
-    """Return programs; those that are missing are traced in turn, and compiled at the same time."""
+    """Return compiled programs; missing ones are traced in turn and compiled in parallel."""
     made: list[PerDevice] = []
     for at in range(0, len(programs), TOGETHER):
         some = programs[at : at + TOGETHER]
@@ -81,7 +81,7 @@ class Call:
 
 
 class Counted(Protocol):
-    """A window of which is known what it has done.
+    """A window whose work is known.
 
     Attributes:
         counts: Microbatches of every device of the job.
@@ -105,11 +105,11 @@ class Launch:
         at: Start of the dispatch, `time.perf_counter` seconds.
         counts: Microbatches of every device of the job.
         examples: Valid examples of all of them.
-        survey: What is exchanged of its times; None in a job of one process.
+        survey: What processes tell each other about it; None in a job of one process.
         timed: Whether the clock times it.
-        hold: Called before a program is dispatched that takes the state over: from then on a
-            Ctrl-C waits until the loop has the new one. Returns whether it does; the second one
-            does not.
+        hold: Called before the dispatch of a program that the state is donated to. From then on, a
+            Ctrl-C waits until the loop has the new state; a second one does not. Returns whether
+            the first one waits.
     """
 
     watch: Clock | None
@@ -148,15 +148,17 @@ class FleetRunner(ABC):
     def __init__(self, fleet: Fleet, cache: CompileCache):
         self.fleet, self._cache = fleet, cache
         # Programs of two runners differ even if all shapes agree. A number identifies the
-        # runner, as every window hashes it.
+        # runner, as it is cheap to hash in every window.
         self._number = next(_NUMBERS)
         self.begun = False
         self.capacities: dict[Hashable, set[int]] = {}
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the loop goes on while the processes of a job exchange a window. If one of them
-        ends, the others then have to take back what they have dispatched since."""
+        """Whether the loop goes on while the processes of a job exchange a window.
+
+        If one of them ends, the others must then take back what they have dispatched since.
+        """
         return False
 
     @abstractmethod
@@ -185,7 +187,7 @@ class FleetRunner(ABC):
                 once that device is done, too.
             failed: Called with an exception raised in a thread.
         """
-        # never `learned`: no window finishes without a device
+        # `learned` is never called: no window finishes without a device
         if self.fleet.alone:  # the loop itself waits, without a thread
             return LoopClock(done)
         return Stopwatch(self.fleet.world_size, done, failed)
@@ -200,15 +202,15 @@ class FleetRunner(ABC):
             self._cache.prepare(program.key, program.build)
 
     def _get(self, program: Program) -> PerDevice:
-        """Return a program, compiled."""
+        """Return the compiled program."""
         return self._cache.get(program.key, program.build)
 
     def _mapped(
         self, name: str, mapped: MappedFunction, payload: Payload, *carried: PyTree
     ) -> Program:
-        """Return a program of data; `carried` are the shapes of its first arguments."""
+        """Return a program that takes data; `carried` are the shapes of its first arguments."""
 
-        def shapes() -> tuple[PyTree, ...]:  # only to compile, but every window asks for a key
+        def shapes() -> tuple[PyTree, ...]:  # not for the key, which every window asks for
             shape = jax.ShapeDtypeStruct((self.fleet.world_size, CallArgs.WIDTH), jnp.int32)
             return *carried, payload, CallArgs(shape)
 
@@ -216,7 +218,7 @@ class FleetRunner(ABC):
 
 
 class WindowRunner(FleetRunner):
-    """Runs windows of training, over some transport.
+    """Runs training windows over some transport.
 
     Only the training thread may call `run`. `prepare` may be called from any thread.
 
@@ -253,9 +255,9 @@ class WindowRunner(FleetRunner):
                 the accumulation is then unknown.
 
         Returns:
-            The new state; the metrics; and the token, a stacked array whose entry `d` is ready
-            when device `d` is done, never donated, which says per device whether its own sums
-            are finite.
+            The new state; the metrics; and the token, a stacked array that is never donated. Its
+            entry `d` is ready when device `d` is done, and says whether the device's own sums are
+            finite.
         """
 
     def fuses(self, payload: Payload) -> bool:
@@ -270,13 +272,13 @@ class WindowRunner(FleetRunner):
 
     @abstractmethod
     def release(self) -> None:
-        """Free what is kept on the devices between windows; the next window allocates it."""
+        """Free what is kept on the devices between windows; the next window allocates it again."""
 
     def put_back(self, state: TrainState, lost: Sequence[Counted]) -> TrainState:
         """Return a state in which nothing is pending, to run the pending windows again.
 
-        Parameters and merged model state are those of the last mean. What a device has of its own
-        stays: the state of its optimizer under `optimizer_state="keep"`, rounding errors, and model
+        Parameters and merged model state are those of the last mean. A device keeps what is its
+        own: the state of its optimizer under `optimizer_state="keep"`, rounding errors, and model
         state that is not merged.
 
         Args:
@@ -294,7 +296,7 @@ class WindowRunner(FleetRunner):
         def apart(leaf: Any) -> Any:  # no array may be in a state twice
             return self.fleet.put(leaf) if isinstance(leaf, np.ndarray) else leaf.copy()
 
-        self.release()  # what belongs to the windows that go is freed
+        self.release()  # frees what belongs to the lost windows
         state = self._rule.agreed(state)
         kept = averaging_of(state)
         unchanged = self._rule.merge_rules.unchanged(kept.merged)
@@ -309,21 +311,20 @@ class WindowRunner(FleetRunner):
         )
 
     def take_back(self, state: TrainState, clock: Clock, windows: int) -> TrainState | None:
-        """Return the state before the windows that are lost, as if they had not run.
+        """Return the state before the lost windows, as if they had not run.
 
-        All means that are known are applied, and none is pending, see `put_back`. Called
-        only where `runs_ahead`, after a run that raised `ExchangeLost` or between two.
+        All known means are applied, and nothing is pending, see `put_back`. Called only if
+        `runs_ahead`, after a `run` that raised `ExchangeLost` or between two calls of `run`.
 
         Args:
-            state: The state before that run.
+            state: The state before that `run`.
             clock: The clock of the run.
-            windows: Number of windows that were dispatched, without the one of that run, and are
-                lost.
+            windows: Number of dispatched windows that are lost, without the one of that `run`.
 
         Returns:
             The state; None if these windows are not pending in `state`.
         """
-        raise NotImplementedError  # a runner whose exchanges the loop waits for
+        raise NotImplementedError  # not called if the loop waits for exchanges
 
 
 class Runner(WindowRunner):
@@ -343,9 +344,9 @@ class Runner(WindowRunner):
         self, program: CollectiveProgram, fleet: Fleet, cache: CompileCache, state: TrainState
     ):
         super().__init__(fleet, cache, state, program.rule)
-        # only the sums: later calls and the combine still read the state
+        # donates only the sums: later calls and the combine still read the state
         self._accumulate = fleet.mapped(program.accumulate, donate=(1,))
-        # not the sums: the next window reuses their buffers
+        # does not donate the sums: the next window reuses their buffers
         self._combine = fleet.mapped(program.combine, donate=(0,))
         self._window = fleet.mapped(program.window, donate=(0,))
         self._last = fleet.mapped(program.last_call, donate=(0, 1))

@@ -14,18 +14,18 @@ def shapes_of(tree: PyTree, sharding: Sharding | None = None) -> PyTree:
 
     Args:
         tree: Pytree of arrays or shapes.
-        sharding: Where the arrays are to be; None if that does not matter.
+        sharding: Sharding of the arrays; None if it does not matter.
     """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def stacked(tree: PyTree, size: int) -> PyTree:
-    """Return the shapes of one device's values, stacked over so many devices."""
+    """Return the shapes of one device's values, stacked over `size` devices."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), tree)
 
 
 def one_of(tree: PyTree) -> PyTree:
-    """Return the shapes of one device's values, given those stacked over devices."""
+    """Return the shapes of one device's values, given the shapes stacked over devices."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
@@ -36,13 +36,13 @@ def signature(tree: PyTree) -> Hashable:
 
 
 def named(tree: PyTree, root: str = "tree") -> list[tuple[str, Any]]:
-    """Return the leaves of a pytree with their names; `root` is that of a pytree that is a leaf."""
+    """Return the leaves of a pytree with their names; a pytree that is a leaf is named `root`."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(jax.tree_util.keystr(path) or root, leaf) for path, leaf in pairs]
 
 
 def difference(got: PyTree, want: PyTree) -> str:
-    """Describe the first difference of two pytrees of shapes; empty if they are equal."""
+    """Describe the first difference between two pytrees of shapes; empty if they are equal."""
     structures = jax.tree.structure(got), jax.tree.structure(want)
     if structures[0] != structures[1]:
         return f"structure {structures[0]} instead of {structures[1]}"

@@ -1,4 +1,4 @@
-"""Broadcasting of values that may stand for whole subtrees to one value per leaf."""
+"""Broadcasting of values, which may stand for whole subtrees, to one value per leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -17,7 +17,7 @@ def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
     Args:
         argument: Name of the values in the error message.
         of: Name of the tree in the error message.
-        values: A function `(path, leaf) -> value`; or one value, or values in the structure of
+        values: A function `(path, leaf) -> value`; or one value; or values in the structure of
             the tree, where one may stand for a whole subtree.
         tree: The tree.
 

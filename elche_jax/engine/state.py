@@ -1,4 +1,4 @@
-"""The training state, of which every device holds a copy."""
+"""The training state; every device holds a copy of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Replaceable:
-    """A dataclass of which copies with other values are made."""
+    """A dataclass with a method to copy it with other values."""
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
@@ -31,7 +31,7 @@ class TrainState(Replaceable):
         key: Raw data of the run's PRNG key, uint32. The key of microbatch `i` is
             `fold_in(key, i)`.
         microbatches: Microbatches used so far, int32: the index of the next one.
-        examples: Valid examples used so far, int32; it stays at 2**31 - 1.
+        examples: Valid examples used so far, int32; saturates at 2**31 - 1.
         step: Windows so far, int32, including those whose update was dropped.
         loss_scale: Dynamic scale of the loss, or None.
         averaging: State that `averaging` needs, or None.
@@ -84,19 +84,19 @@ def no_update(like: PendingUpdate, unchanged: Sequence[Any]) -> PendingUpdate:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AveragingState(Replaceable):
-    """The part of the training state that only averaging needs; leaves are stacked alike.
+    """The part of the training state that only averaging needs; its leaves are stacked, too.
 
     Attributes:
         outer: State of the outer optimizer, one per fragment.
         base: The trained parameters as of the last exchange, in the order of their leaves;
             empty if they equal those of the training state.
         steps: This device's steps since the last exchange of every fragment, float32,
-            `(fragments,)`; None if there never are any between windows.
+            `(fragments,)`; None if there are never any between windows.
         error: Rounding errors of this device's contributions, float32, in the order of the
             trained leaves; empty unless `compression="int8"`.
         merged: The merged leaves of model state as of the last mean; empty if they equal those
             of the training state.
-        pending: This device's updates of windows whose mean is still to come, oldest first.
+        pending: This device's updates in windows whose mean it has not applied yet, oldest first.
     """
 
     outer: tuple[PyTree, ...] = ()

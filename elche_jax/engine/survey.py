@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other of a window."""
+"""What the processes of a job tell each other about a window."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclass
 class Survey:
-    """What the processes of a job tell each other of a window in its exchange.
+    """What the processes of a job tell each other about a window in its exchange.
 
     Attributes:
-        measure: Returns the rows of this process's devices, see `Measured`.
-        lost: Ranks of the devices that the window does without, as their processes have ended.
-        rows: What it returned.
+        measure: Returns the rows of this process's devices, see `Measured`; None once called.
+        lost: Ranks of the devices missing from the window, as their processes have ended.
+        rows: What `measure` returned; None before.
         found: The rows of all devices, on a device or the host; None before the exchange.
     """
 
@@ -24,7 +24,7 @@ class Survey:
     found: Any = None
 
     def take(self) -> np.ndarray:
-        """Measure, once: the function refers to the run, which refers to this."""
+        """Measure once and drop the function: it refers to the run, which refers to this object."""
         assert self.measure is not None
         measure, self.measure = self.measure, None
         self.rows = measure()

@@ -52,7 +52,7 @@ class BatchFn:
     """The user's function of a microbatch and its calling convention.
 
     Attributes:
-        fn: `fn(params, batch)`, with model state `fn(params, model_state, batch)`.
+        fn: `fn(params, batch)`, or `fn(params, model_state, batch)` with model state.
         has_model_state: Whether a model state is passed.
         mask_key: Key under which the mask of valid examples is added to the batch; None for
             no mask.
@@ -78,7 +78,7 @@ class BatchFn:
             batch: Shapes of one microbatch.
 
         Raises:
-            TypeError: If it takes other arguments.
+            TypeError: If the function takes other arguments.
             ValueError: If it uses a named axis.
         """
         check_takes(name, self.fn, ARGUMENTS, self.has_model_state)
@@ -229,7 +229,8 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
     """Trace a function of outputs.
 
     Raises:
-        TypeError: If an output does not have one entry per example, or holds PRNG keys.
+        TypeError: If there is no output, or one does not have one entry per example or holds PRNG
+            keys.
     """
     size = batch_size_of(batch)
     traced = fn.trace("apply_fn", variables, batch)
@@ -277,7 +278,7 @@ def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, 
 
 
 def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any, Any]:
-    """Add a microbatch's metric to its weighted sums, without examples that are not valid."""
+    """Add a microbatch's metric to its weighted sums, ignoring invalid examples."""
     weight: Any = jnp.float32(1)
     if isinstance(value, Weighted):
         value, weight = value.loss, value.weight
@@ -285,7 +286,7 @@ def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any,
         weight = valid  # a mean over the microbatch
     value = jnp.asarray(value, jnp.float32)
     weight = sound_weight(jnp.asarray(weight, jnp.float32))
-    # `!= 0`, not `> 0`: a weight that is NaN must show in the sums
+    # `!= 0`, not `> 0`: a NaN weight must show in the sums
     if value.ndim == 0:
         return sums[0] + jnp.where(weight != 0, value * weight, 0), sums[1] + weight
     keep = mask.reshape(-1, *(1,) * (value.ndim - 1))

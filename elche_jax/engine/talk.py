@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other between collectives, errors included."""
+"""What the processes of a job tell each other between collectives, including errors."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from elche_jax.engine.job import Job
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a process tells in place of a value if it cannot go on."""
+    """What a process sends in place of a value if it cannot go on."""
 
     error: str
 
@@ -21,8 +21,8 @@ class _Failed:
 class Talk(AbstractContextManager["Talk"]):
     """What the processes of a job tell each other while each does its own work.
 
-    All make the same calls. Where one raises in the context, it says so in place of what it would
-    have told next, and the others raise there, too: nobody is left waiting.
+    All processes make the same calls. If one raises in the context, it sends the error in place of
+    its next value, and the others raise at that call, too, so that no process is left waiting.
 
     Args:
         job: The processes.
@@ -33,20 +33,20 @@ class Talk(AbstractContextManager["Talk"]):
         self._job, self._where, self._ended = job, where, False
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        # a Ctrl-C ends the process, whichever way the script takes from here
+        # a Ctrl-C ends the process, whatever the script does next
         if isinstance(error, KeyboardInterrupt):
             PROCESSES.raised(error)
-        # a loop that is left early is left in all of them
+        # a loop that is left early is left in all processes
         if isinstance(error, Exception) and not self._ended and not self._job.one_process:
             self._job.exchange(_Failed(f"{type(error).__name__}: {error}"), self._where)
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what each process that is there passes, in their order.
+        """Return the values that all live processes pass, in the order of processes.
 
         Raises:
             RuntimeError: If a process has failed.
         """
-        self._ended = True  # should it fail, for example as a process is gone
+        self._ended = True  # in case the exchange fails, for example because a process has ended
         told = self._job.exchange(value, self._where)
         for process, one in zip(self._job.ranks_of, told, strict=True):
             if isinstance(one, _Failed):
@@ -59,9 +59,9 @@ class Talk(AbstractContextManager["Talk"]):
         return told
 
     def check_same(self, **values: Any) -> None:
-        """Raise unless all processes pass the same, see `Job.check_same`."""
+        """Raise unless all processes pass the same values, see `Job.check_same`."""
         if not self._job.one_process:
             found = np.stack(self.tell(digests_of(values)))
-            self._ended = True  # if they differ, all find it
+            self._ended = True  # if they differ, all processes find out
             self._job.compare(self._where, values, found)
             self._ended = False

@@ -1,4 +1,4 @@
-"""Updates of a state that are wanted only if a flag is set, which may depend on them."""
+"""Updates of a state that are applied only if a flag is set, which may depend on them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -29,20 +29,20 @@ PyTree = Any
 Update = Callable[..., tuple[PyTree, PyTree]]
 """`update(gradients, state, *rest) -> (new state, other results)`."""
 Judge = Callable[[PyTree], tuple[Any, PyTree]]
-"""`judge(other results) -> (flag, verdict)`; the results may be in any order, as rows of larger
-arrays, and missing if the flag is not set whatever they are."""
+"""`judge(other results) -> (flag, verdict)`. The results may come in any order and as rows of
+larger arrays. They are missing if the flag cannot be set, whatever their values."""
 
 Starts = dict[int, list[Any]]
-"""Where the first, second, ... row of a bundle starts on an axis, by the length of a row on it;
-values of the program."""
+"""Where the first, second, ... row of a bundle starts along an axis, by the length of a row along
+it; values that the program computes."""
 
 IN_PLACE = 1 << 23
-"""Bytes of a state from which an update is repeated in place, if that is cheap. A smaller one stays
-in a processor's cache, and a selection compiles faster."""
+"""Size of a state, in bytes, from which an update is repeated in place if that is cheap. A smaller
+one stays in a processor's cache, and a selection compiles faster."""
 
 
 def plan_of(update: Update, grads: PyTree, state: PyTree, *rest: PyTree) -> Plan | None:
-    """Plan an update whose equations are joined where they are alike; None if it is not worth it.
+    """Plan an update with equations joined that are alike; return None if it is not worth it.
 
     Args:
         update: Computes the new state.
@@ -59,13 +59,13 @@ def plan_of(update: Update, grads: PyTree, state: PyTree, *rest: PyTree) -> Plan
 
 @dataclass(frozen=True)
 class TentativeUpdate:
-    """An update of a state that is wanted only if a flag is set, which may depend on it.
+    """An update of a state that is applied only if a flag is set, which may depend on it.
 
     Attributes:
         update: Computes the new state.
         grads: The gradients.
         state: The state.
-        rest: More arguments.
+        rest: Further arguments.
     """
 
     update: Update
@@ -74,19 +74,19 @@ class TentativeUpdate:
     rest: tuple[PyTree, ...] = ()
 
     def applied_if(self, judge: Judge) -> tuple[PyTree, PyTree]:
-        """Apply it if the flag of `judge` is set.
+        """Apply the update if the flag of `judge` is set.
 
-        A selection has to hold the new state beside the old one. Memory is slower than a processor:
-        with Adam a step that selects takes four times as long as one that does not. On a CPU a
-        large state is therefore updated in a branch, in place, where the update is computed again;
-        its first computation then leaves nothing but what the flag depends on. Not on an
-        accelerator, where the host may have to ask which branch is taken.
+        A selection has to hold the new state beside the old one. As memory is slower than a
+        processor, a step of Adam with a selection takes four times as long as one without. On a CPU
+        a large state is therefore updated in place in a branch, which computes the update again;
+        its first computation then leaves nothing but what the flag depends on. An accelerator
+        always selects, as the host may have to ask which branch is taken.
 
         Returns:
             The new state if the flag is set, else the old one; and the verdict.
         """
         large, grads = _is_large(self.state), self.grads.tree()
-        update = jax.jit(self.update) if large else self.update  # traced once, if called again
+        update = jax.jit(self.update) if large else self.update  # traced once, though called twice
 
         def updated(state: PyTree) -> tuple[PyTree, PyTree]:
             return update(grads, state, *self.rest)
@@ -96,7 +96,7 @@ class TentativeUpdate:
         if not (large and repeats_cheaply(updated, self.state)):
             return chosen(flag, new, self.state), verdict
 
-        # functions of this call: JAX keeps what it has traced for as long as a function lives
+        # defined in this call: JAX keeps what it has traced for as long as the function lives
         def in_place(flag: Any, new: PyTree, old: PyTree) -> PyTree:
             del new
             return jax.lax.cond(flag, lambda old: updated(old)[0], lambda old: old, old)
@@ -108,22 +108,22 @@ class TentativeUpdate:
         return made, verdict
 
     def joined_if(self, judge: Judge, plan: Plan, precondition: Any) -> tuple[PyTree, PyTree]:
-        """Apply it if the flag of `judge` is set, with equations joined that are alike.
+        """Apply the update if the flag of `judge` is set, with equations joined that are alike.
 
-        XLA would fuse what fills a bundle, what is computed from it and what is read from it into
-        one kernel for every row. It does not fuse across a branch, which is for a CPU only: of an
-        accelerator the host may have to ask which branch is taken.
+        XLA would fuse filling a bundle, computing with it and reading from it into one kernel per
+        row. It does not fuse across a branch. This is for CPUs only: on an accelerator the host may
+        have to ask which branch is taken.
 
         Args:
             judge: Computes the flag.
             plan: The plan of the update.
-            precondition: A flag without which that of `judge` is not set, and that XLA does not
+            precondition: A flag that is set whenever that of `judge` is, and that XLA does not
                 know before the program runs.
 
         Returns:
             The new state if the flag is set, else the old one; and the verdict.
         """
-        first = len(self.grads.like)  # of the state's leaves among the arguments
+        first = len(self.grads.like)  # position of the state's first leaf among the arguments
         leaves, structure = jax.tree.flatten(self.state)
         single = dict(enumerate([*leaves, *jax.tree.leaves(self.rest)], first))
         args, bundles = self.grads.alone() | single, self.grads.bundles()
@@ -150,16 +150,16 @@ class TentativeUpdate:
         def keep(old: list[Any]) -> tuple[list[Any], PyTree, Starts]:
             return old, judge([])[1], order.starts(old)
 
-        # results of a branch: rows at constant places are not alike, and need a kernel each
+        # starts are results of a branch: rows at constant places need a kernel each
         made, verdict, starts = jax.lax.cond(precondition, apply, keep, old)
         return structure.unflatten(order.leaves(made, starts)), verdict
 
 
 class Arrangement:
-    """The order of results that a `Plan` computes: first bundles, then single ones.
+    """The order of results that a `Plan` computes: first bundles, then single results.
 
-    Rows start on their joined first axis, or on the bundle's own where they are taken as entries
-    of stacked arrays.
+    Rows start along the joined first axis, or along the bundle's own first axis if they are taken
+    as entries of stacked arrays.
 
     Args:
         results: The results.
@@ -188,7 +188,7 @@ class Arrangement:
 
     def starts(self, arranged: Sequence[Any]) -> Starts:
         """Return where the rows of the bundles start, for `leaves`."""
-        most: dict[int, int] = defaultdict(int)  # rows, by their length
+        most: dict[int, int] = defaultdict(int)  # largest number of rows, by their length
         for members, bundle in zip(self.bundles, arranged, strict=False):
             most[self._length(bundle)] = max(most[self._length(bundle)], len(members))
         return {
@@ -197,7 +197,7 @@ class Arrangement:
         }
 
     def leaves(self, arranged: Sequence[Any], starts: Starts) -> list[Any]:
-        """Return the results one by one, invert `arranged`."""
+        """Invert `arranged`: return the results one by one."""
         found = dict(zip(self.singles, arranged[len(self.bundles) :], strict=True))
         for members, bundle in zip(self.bundles, arranged, strict=False):
             rows = self._rows(bundle, starts[self._length(bundle)][: len(members)])

@@ -1,4 +1,4 @@
-"""Threads that wait for devices, one each, so that the training loop need not."""
+"""Threads that wait for devices, one per device, so that the training loop need not wait."""
 
 import queue
 import threading
@@ -14,14 +14,15 @@ Job = Callable[[], object]
 class DeviceThreads:
     """One thread per device, which calls its jobs in the order they are put.
 
-    The threads end when the pool is closed or dropped. So jobs, `failed` and `also` must not
-    refer to the owner of the pool.
+    The threads end when the pool is closed or dropped. Jobs, `failed` and `also` must therefore
+    not refer to the owner of the pool.
 
     Args:
         name: Purpose of the threads, part of their names.
         world_size: Number of devices.
         failed: Called with the exception that a job raised; its thread then ends.
-        end: Called first on close; it tells threads that wait elsewhere to stop.
+        end: Called on close before waiting for the threads; it tells those that wait elsewhere to
+            stop.
         also: Further functions, each run in a thread of its own, by the purpose of the thread.
     """
 
@@ -53,10 +54,10 @@ class DeviceThreads:
         self._queues[rank].put(job)
 
     def close(self) -> None:
-        """End the threads; jobs that are left are dropped. Idempotent.
+        """End the threads and drop the remaining jobs. Idempotent.
 
         A thread that waits for a device cannot be interrupted. After half a second it is left
-        to end by itself, as soon as the device is done.
+        to end on its own as soon as the device is done.
         """
         self._finish()
 
@@ -81,13 +82,13 @@ def _close(
     stop: threading.Event,
     end: Callable[[], None],
 ) -> None:
-    # before the None is queued, so that jobs in front of it are dropped, not worked through
+    # before None is queued, so that jobs in front of it are dropped, not run
     stop.set()
     for jobs in queues:
         jobs.put(None)
     end()
     deadline = time.monotonic() + 0.5
-    # the last reference to a pool may go in one of its threads, which cannot wait for itself
+    # one of the pool's threads may drop the last reference to it, and cannot wait for itself
     here = threading.current_thread()
     others = [thread for thread in threads if thread.running and thread is not here]
     for thread in others:

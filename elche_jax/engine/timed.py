@@ -1,7 +1,7 @@
 """Times of a window written by hand, as the report that a cadence takes.
 
-The loop marks two moments of a window: where each device's own work ends, and where the
-synchronization does. One thread per device waits for its entries of what is ready then, see
+The loop marks two moments of a window: the end of each device's own work, and the end of the
+synchronization. One thread per device waits for that device's entries of the marked arrays, see
 `elche_jax.engine.timing`.
 """
 
@@ -28,21 +28,21 @@ _Named = list[tuple[str, Any]]
 _MARKS = "worked", "synced"
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-"""The event that JAX records when it has compiled a program, also if it was read from a cache."""
+"""The event that JAX records when it has compiled a program or read it from a cache."""
 
 
 class WindowTimer:
-    """The clock of one window, which `DDP.timed` gives.
+    """The clock of one window, which `DDP.timed` yields.
 
     Attributes:
-        compiled: Whether a program was compiled in the block, so that its times mean nothing.
+        compiled: Whether a program was compiled in the block, so that its times are meaningless.
     """
 
     def __init__(self, fleet: Fleet, counts: Sequence[int], watch: "_Watch"):
         self.compiled = False
         self._job, self._devices, self._counts = fleet.job, fleet.devices, tuple(counts)
         self._watch: _Watch | None = watch
-        """Until the end of the block: a report that is kept keeps no threads."""
+        """None after the block: a report that is kept must not keep threads alive."""
         self._marked: list[_Named] = []
         self._report: WindowReport | None = None
         self._begun = time.perf_counter()
@@ -60,16 +60,16 @@ class WindowTimer:
             The argument.
 
         Raises:
-            RuntimeError: If the block has marked it before, or has ended.
-            ValueError: If a leaf is not stacked over the devices, or there is none.
+            RuntimeError: If it was called before in the block, or the block has ended.
+            ValueError: If a leaf is not stacked over the devices or was donated, or there is none.
         """
         return self._mark(0, out)
 
     def synced(self, out: T) -> T:
         """Mark the end of the synchronization.
 
-        Pass what the update returns rather than the mean gradients: otherwise the update, which
-        runs on, counts as work of the next window.
+        Pass what the update returns rather than the mean gradients: otherwise the update, which is
+        still running, counts as work of the next window.
 
         Args:
             out: Stacked pytree of arrays that are ready after the exchange, such as the new
@@ -79,9 +79,8 @@ class WindowTimer:
             The argument.
 
         Raises:
-            RuntimeError: If `worked` has not been called, the block has marked it before, or
-                has ended.
-            ValueError: If a leaf is not stacked over the devices, or there is none.
+            RuntimeError: If `worked` was not called before, `synced` was, or the block has ended.
+            ValueError: If a leaf is not stacked over the devices or was donated, or there is none.
         """
         return self._mark(1, out)
 
@@ -123,7 +122,7 @@ class WindowTimer:
         except jax.errors.JaxRuntimeError:
             self._refuse_any_donated()
             raise
-        # also where no thread has noticed: whether one does is a matter of time
+        # even if no thread has noticed, which is a matter of timing
         self._refuse_any_donated()
         free = ENDS.before(self._devices, times.arrived)
         ENDS.note(self._devices, times.combined)
@@ -155,7 +154,7 @@ def _refuse_donated(mark: str, leaves: _Named) -> None:
 
 
 class _Entries:
-    """Stacked arrays, seen as one by `Stopwatch`."""
+    """Stacked arrays that `Stopwatch` treats as one."""
 
     def __init__(self, mark: str, leaves: _Named, devices: Sequence[jax.Device]):
         if not leaves:
@@ -167,7 +166,7 @@ class _Entries:
 
 
 def _shards(mark: str, path: str, leaf: Any, devices: Sequence[jax.Device]) -> Sequence[jax.Array]:
-    """Return the devices' entries of a leaf, checked."""
+    """Check a leaf; return the devices' entries."""
     shards: list[jax.Array] = []
     if isinstance(leaf, jax.Array | Stacked) and leaf.devices() == set(devices):
         shards = [leaf.addressable_data(rank) for rank in range(len(devices))]
@@ -203,7 +202,7 @@ class _Watch(Stopwatch):
 
 
 class Watches:
-    """The threads of a `DDP`'s clocks; they end when this is dropped.
+    """The threads of a `DDP`'s clocks; they end when this object is dropped.
 
     Args:
         fleet: The devices of this process, in lanes.
@@ -233,7 +232,7 @@ class Watches:
 
 @contextmanager
 def _compiling(timer: WindowTimer) -> Generator[None, None, None]:
-    """Note whether a program is compiled, in whatever thread."""
+    """Note whether a program is compiled, in any thread."""
 
     def listener(event: str, *_: Any, **__: Any) -> None:
         timer.compiled |= event == COMPILED

@@ -1,9 +1,9 @@
 """Per-device times of windows, measured by threads that wait for the devices.
 
-Per-device times exist only as long as no collective has run. So a window is two programs: the
-accumulation, without a collective, and the combine. One thread per device waits for its
-shard of the first, then of the second. With `a[d]` the end of the accumulation, `c[d]`
-the end of the combine and `t` the time of dispatch,
+Per-device times can be measured only until a collective runs. A window is therefore two programs:
+the accumulation, without a collective, and the combine. One thread per device waits for its
+shard of the first program's result, then of the second's. With `a[d]` the end of the accumulation,
+`c[d]` the end of the combine and `t` the time of dispatch,
 
     busy[d] = a[d] - max(t, end of the previous program on device d)
     wait[d] = c[d] - a[d] = skew[d] + cost
@@ -46,7 +46,7 @@ class WindowTimes:
 
     @property
     def arrived(self) -> tuple[float, ...]:
-        """End of each device's own work; of its combine if that was not observed."""
+        """End of each device's own work, or of its combine if that was not observed."""
         return self.combined if self.accumulated is None else self.accumulated
 
     def busy_ms(self, free: Sequence[float]) -> tuple[float, ...]:
@@ -80,7 +80,7 @@ class Ends:
     """End times of the last windows on each device, over all training steps.
 
     Several training steps may take turns on the same devices (a GAN's two networks, for
-    instance), so the previous program may belong to another step. A runtime that also makes
+    instance), so the previous program may belong to a different step. A runtime that also makes
     programs wait for those of other devices, as the CPU's does, still distorts the times of
     steps whose devices overlap only in part.
     """
@@ -102,7 +102,7 @@ class Ends:
         Args:
             devices: The devices.
             moments: A moment for each of them.
-            lockstep: Places of devices that begin at once, when the last of them is free.
+            lockstep: Groups of devices, by index, that begin together when the last one is free.
         """
         with self._lock:
             known = [self._ends.get(device, ()) for device in devices]
@@ -135,7 +135,7 @@ class Clock(Protocol):
     """Measures the windows of a run."""
 
     ends_windows: ClassVar[bool] = False
-    """Whether it decides when windows end: then windows in flight at its close are dropped."""
+    """Whether the clock ends windows; those in flight when it closes are then dropped."""
 
     inline: ClassVar[bool] = False
     """Whether windows end in `wait`, called by the loop, without a thread."""
@@ -147,8 +147,10 @@ class Clock(Protocol):
 
     @property
     def lost(self) -> int | None:
-        """Number of the oldest window that never ends, as a process of the job has ended; None if
-        there is none. Nor does a later one until the loop has taken it back."""
+        """Number of the oldest window that never ends because a process of the job has ended.
+
+        None if there is none. Later windows do not end, either, until the loop has taken it back.
+        """
         return None
 
     def accumulating(
@@ -160,9 +162,9 @@ class Clock(Protocol):
             window: Number of the window.
             dispatched: Start of its dispatch, `time.perf_counter` seconds.
             token: The array.
-            ranks: Ranks of its entries if it is that of one lane; None for all devices.
+            ranks: Ranks of its entries if it belongs to one lane; None for all devices.
         """
-        del window, dispatched, token, ranks  # not every clock wants them
+        del window, dispatched, token, ranks  # not every clock uses them
 
     def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
         """Pass a stacked array whose entry `d` is ready when device `d` has combined.
@@ -171,24 +173,24 @@ class Clock(Protocol):
             window: Number of the window.
             dispatched: Start of its dispatch, `time.perf_counter` seconds.
             token: The array.
-            timed: Whether the devices' own times are wanted. If not, `accumulating` was not
-                called, and all devices get the end of the last one.
+            timed: Whether to measure each device's own times. If not, `accumulating` was not
+                called, and all devices get the end time of the last one.
         """
         ...
 
     def dropped(self, window: int) -> None:
-        """Forget a window whose dispatch has failed, which may have passed a token."""
+        """Forget a window whose dispatch has failed; it may have passed a token before."""
         del window
 
     def accumulated(self, window: int) -> WindowTimes | None:
         """Wait until all devices have accumulated; return the times, without those of the combine.
 
-        None after a close, or if the window was dropped.
+        Return None after a close, or if the window was dropped.
         """
         return None
 
     def wait(self, changed: Condition, until: Callable[[], object]) -> None:
-        """Wait until a condition holds that the end of a window may bring about.
+        """Wait until a condition holds that may become true when a window ends.
 
         Args:
             changed: Notified of every change; not held by the caller.
@@ -199,11 +201,11 @@ class Clock(Protocol):
 
     @property
     def patience(self) -> float:
-        """Seconds for which a close waits, at most, for windows whose work would be lost."""
+        """Largest number of seconds that a close waits for windows whose work would be lost."""
         return 0.0
 
     def close(self) -> None:
-        """End its threads. Idempotent."""
+        """End the clock's threads. Idempotent."""
         ...
 
 
@@ -213,16 +215,16 @@ class Stopwatch(Clock):
     Args:
         world_size: Number of devices.
         done: Called in one of the threads with the times of every window, in order.
-        failed: Called with an exception that waiting for a device raised.
+        failed: Called with an exception raised while waiting for a device.
     """
 
     def __init__(self, world_size: int, done: Done, failed: Failed):
-        # the threads hold the collector, not the stopwatch: dropping that ends them
+        # the threads refer to the collector only, as dropping the stopwatch ends them
         self._collector = collector = _Collector(world_size, done)
         self._world_size = world_size
 
         def end(error: BaseException) -> None:
-            collector.close()  # nobody waits for times that do not come
+            collector.close()  # no thread may wait for times that never come
             failed(error)
 
         self._threads = DeviceThreads("watch", world_size, end)
@@ -243,8 +245,8 @@ class Stopwatch(Clock):
             self._threads.put(0, partial(wait, 0, token))
 
     def _put(self, wait: Callable[[int, Any], None], token: Any, ranks: Sequence[int]) -> None:
-        # here, not in the threads: JAX builds an array's list of shards at the first access, in
-        # 0.10 without a lock, and threads that all access it first may see an incomplete list
+        # here, not in the threads: JAX builds an array's list of shards on first access, in 0.10
+        # without a lock, so threads that access it at the same time may see an incomplete list
         for at, rank in enumerate(ranks):
             self._threads.put(rank, partial(wait, rank, token.addressable_data(at)))
 
@@ -257,7 +259,7 @@ class Stopwatch(Clock):
         return self._collector.accumulated(window)
 
     def release(self) -> None:
-        """Let nobody wait in `accumulated` any more."""
+        """End all waits in `accumulated`, and let later calls return at once."""
         self._collector.close()
 
     def close(self) -> None:
@@ -282,18 +284,18 @@ class LoopClock(Clock):
     def combining(
         self, window: int, dispatched: float, token: jax.Array, timed: bool = True
     ) -> None:
-        """See `Clock.combining`; a single device has no times of its own beside the window's."""
+        """See `Clock.combining`; a single device has no times of its own besides the window's."""
         self._open.append((window, dispatched, token))
 
     def wait(self, changed: Condition, until: Callable[[], object]) -> None:
         """Wait for windows, oldest first, until the condition holds or none is left.
 
-        No other thread changes anything, so that nobody is notified.
+        `changed` is not used, as no other thread changes anything.
         """
         while self._open and not until():
             window, dispatched, token = self._open[0]
             with _progress.phase("window"):
-                token.block_until_ready()  # interrupted, it is waited for again
+                token.block_until_ready()  # if interrupted, the next call waits for it again
             with HeldInterrupt() as interrupt:
                 interrupt.begin()
                 self._open.popleft()
@@ -308,7 +310,7 @@ class LoopClock(Clock):
 
 @dataclass
 class _Open:
-    """A window that not all devices are done with; their ends by rank."""
+    """A window that some devices are not done with; end times by rank."""
 
     dispatched: float
     accumulated: dict[int, float] = field(default_factory=dict)
@@ -316,19 +318,20 @@ class _Open:
 
 
 class _Collector:
-    """Waits for the ends of windows and reports a window once both are known of every device."""
+    """Waits for the ends of windows; reports a window once both are known for every device."""
 
     def __init__(self, world_size: int, done: Done):
         self._ranks, self._done = range(world_size), done
         self._lock = threading.Lock()
-        # apart from the lock, which is held while a window is recorded: no close may wait for it
+        # with its own lock: the other is held while a window is recorded, and no close may wait
+        # for that
         self._arrived = Condition()
         self._closed = False
         self._open: dict[int, _Open] = {}
         self._dropped: set[int] = set()
 
     def drop(self, number: int) -> None:
-        """Forget a window, which the later ones would wait for."""
+        """Forget a window that later ones would otherwise wait for."""
         with self._lock:
             self._dropped.add(number)
             self._open.pop(number, None)
@@ -337,7 +340,7 @@ class _Collector:
             self._report()
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits in `accumulated`, and let later calls return at once."""
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
@@ -346,7 +349,7 @@ class _Collector:
         """See `Clock.accumulated`."""
         with self._arrived:
             while not self._closed and number not in self._dropped:
-                window = self._open.get(number)  # once: `drop` may take it away meanwhile
+                window = self._open.get(number)  # read once: `drop` may remove it meanwhile
                 if window is not None and len(window.accumulated) == len(self._ranks):
                     found = tuple(window.accumulated[rank] for rank in self._ranks)
                     return WindowTimes(number, window.dispatched, found, found)
@@ -356,7 +359,7 @@ class _Collector:
     def wait(
         self, number: int, dispatched: float, rank: int, token: Any, combined: bool, whole: bool
     ) -> None:
-        """Wait for one device, or if `whole` for all of them, in a thread."""
+        """Wait for one device, or for all of them if `whole`, in a thread."""
         with _progress.phase("exchange" if combined and not whole else "window"):
             jax.block_until_ready(token)
         # before the lock, which another thread may hold while it reports a window
@@ -377,8 +380,8 @@ class _Collector:
     def _report(self) -> None:
         """Report the oldest windows that are complete.
 
-        One thread waits for all devices of some windows, so that it may be ahead of the others,
-        or behind. No window is missing here, except for dropped ones: that thread takes part in
+        For some windows, one thread waits for all devices, so it may be ahead of or behind the
+        others. No window is missing here, except for dropped ones, as that thread takes part in
         all of them, in order.
         """
         size = len(self._ranks)

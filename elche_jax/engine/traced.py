@@ -1,8 +1,8 @@
 """A user's function as traced by JAX: immutable, and comparable.
 
-A program that is cached between calls must not outlive a change of its function, such as an
-attribute set on an object or a global that it reads. What a function reads cannot be found out,
-but what it computes can: it is traced at every call and recompiled if the trace differs.
+A program that is cached between calls must not outlive a change of its function, for example of an
+attribute or a global that it reads. What a function reads cannot be determined, but what it
+computes can: it is traced at every call and recompiled if the trace differs.
 """
 
 from collections.abc import Callable, Generator
@@ -25,8 +25,9 @@ SHARDINGS = ("sharding", "devices", "in_shardings", "out_shardings")
 """Parameters of primitives that hold shardings: of a constraint, of `device_put`, of `jit`."""
 
 DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint")
-"""Primitives whose parameters include derivative functions, new objects in every trace. They are
-left out of the comparison: no derivatives are taken here, and the jaxprs hold the computation."""
+"""Primitives whose parameters include derivative functions, which are new objects in every trace.
+The comparison ignores these functions: no derivatives are taken here, and the jaxprs hold the
+computation."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
 def traced_alone(
     name: str, fn: Callable[..., Any], *shapes: PyTree
 ) -> tuple[core.ClosedJaxpr, PyTree]:
-    """Trace a function that each device runs by itself; return its jaxpr and shapes of its results.
+    """Trace a function that each device runs on its own; return its jaxpr and shapes of results.
 
     Arguments are those of `trace`.
 
@@ -96,7 +97,7 @@ def traced_alone(
 
 
 def _devices_of(eqn: core.JaxprEqn) -> int:
-    """Return over how many devices an equation says that it computes; 1 if it says nothing."""
+    """Return the number of devices that an equation names; 1 if it names none."""
     if eqn.primitive.name == "shard_map":  # that of `jax.pmap`, too
         return eqn.params["mesh"].size
     said = jax.tree.leaves([eqn.params.get(name) for name in SHARDINGS])
@@ -108,7 +109,7 @@ AT_THE_END = (
     "Leave out axis_name (BatchNorm), psum and pmean: the library averages gradients, and merges "
     "model_state as merge= says.",
 )
-"""Why a step's functions use no named axis, and what to do."""
+"""Why a step's functions must not use a named axis, and what to do instead."""
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def no_named_axis(name: str, said: tuple[str, str] = AT_THE_END) -> Generator[No
 
     Args:
         name: Name of the function, for the message.
-        said: The reason, and what to do.
+        said: The reason, and what to do instead.
 
     Raises:
         ValueError: If the function uses a named axis.

@@ -25,8 +25,8 @@ class Selection:
     leaves, as in optax's own masks.
 
     Attributes:
-        trained: Whether each leaf is trained, in the order of `jax.tree.leaves`. None trains
-            all leaves.
+        trained: Whether each leaf is trained, in the order of `jax.tree.leaves`; None if all
+            leaves are.
     """
 
     trained: tuple[bool, ...] | None = None
@@ -59,7 +59,7 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
 
     Args:
         trainable: A function `(path, leaf) -> bool`; or a prefix tree of the parameters with
-            bool leaves; or None to train all.
+            bool leaves; or None to train all leaves.
         params: The parameters.
 
     Raises:

@@ -43,14 +43,14 @@ def encode(
 ) -> tuple[Encoded, Leaves]:
     """Encode a device's arrays for the wire.
 
-    `"bfloat16"` rounds. `"int8"` sends `round(127 * v / max|v|)` for every array `v`, to which
-    the rounding error of earlier exchanges was added (error feedback, Seide et al. 2014).
+    `"bfloat16"` rounds. `"int8"` adds the rounding error of earlier exchanges to every array and
+    sends `round(127 * v / max|v|)` for the sum `v` (error feedback, Seide et al. 2014).
 
     Args:
         leaves: The arrays, float32 or float64.
         error: Rounding errors of earlier exchanges; empty unless `"int8"`.
         worked: Whether the device takes part in the sum; if not, its error stays as it is.
-        compression: The type; None for their own.
+        compression: The type on the wire; None to keep the arrays' own.
 
     Returns:
         The encoded arrays, and the new rounding errors.
@@ -59,7 +59,7 @@ def encode(
         return Encoded(leaves), error
     if compression == "bfloat16":
         return Encoded([x.astype(jnp.bfloat16) for x in leaves]), error
-    # zeros if it takes no part: the scale of a NaN is NaN, and `sum_int8` multiplies it by 0
+    # zeros if it takes no part: NaNs would make the scale NaN, which `sum_int8` multiplies by 0
     wanted = [
         jnp.where(worked, x.astype(jnp.float32) + e, 0) for x, e in zip(leaves, error, strict=True)
     ]

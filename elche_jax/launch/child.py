@@ -1,4 +1,4 @@
-"""A process that the launcher has started, and what it prints."""
+"""A process started by the launcher, and its output."""
 
 import os
 import selectors
@@ -12,24 +12,24 @@ from elche_jax.launch.output import Lines, Output
 
 READ = 1 << 16
 DRAINED = 1 << 20
-"""Bytes that a pipe may hold, at most."""
+"""Most bytes that a pipe may hold."""
 
 
 class Child:
-    """A process in a session of its own, whose group can be ended as a whole.
+    """A process in its own session, whose group can be ended as a whole.
 
     Attributes:
         number: Its number in the job.
-        pid: Its number in the system, and that of its group.
+        pid: Its process id, which is also that of its group.
 
     Args:
         number: Its number in the job.
         command: The program and its arguments.
-        environment: All its variables.
-        prefix: What the lines that it prints begin with.
-        output: Where these go.
-        selector: Waits for them.
-        inherited: Open files that it has, too.
+        environment: All its environment variables.
+        prefix: Prefix of the lines that it prints.
+        output: Where these lines go.
+        selector: Waits for its output.
+        inherited: Open file descriptors that it inherits.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Child:
         self.number, self.pid = number, self._popen.pid
         assert self._popen.stdout is not None and self._popen.stderr is not None
         self._output, self._selector = output, selector
-        # by the pipe: where its lines go, and the lines themselves
+        # by pipe: where its lines go, and the lines themselves
         self._streams = {
             self._popen.stdout.fileno(): (1, Lines(prefix)),
             self._popen.stderr.fileno(): (2, Lines(prefix)),
@@ -59,20 +59,20 @@ class Child:
             os.set_blocking(pipe, False)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its group, and let them take it if they are stopped."""
+        """Send a signal to the process and its group, and continue them if they are stopped."""
         for one in (number, signal.SIGCONT):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, one)
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the process only: what it has started does not know of it."""
+        """Send a signal to the process only: those that it has started do not expect it."""
         with suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, number)
 
     def ended(self) -> int | None:
-        """Return the exit code, 128 plus the number of a signal; None if it lives.
+        """Return the exit code, or 128 plus the number of a signal; None if it is alive.
 
-        What is left of its group is ended, too.
+        Once it has ended, what is left of its group is killed.
         """
         code = self._popen.poll()
         if code is None:
@@ -82,7 +82,7 @@ class Child:
         return code if code >= 0 else 128 - code
 
     def read(self, whether: bool) -> None:
-        """Read what it prints, or let it wait."""
+        """Start or stop reading what it prints; it waits once its pipes are full."""
         for pipe in self._streams:
             read = pipe in self._selector.get_map()
             if whether and not read:
@@ -92,7 +92,7 @@ class Child:
                 self._selector.unregister(pipe)
 
     def close(self) -> None:
-        """End it, and pass on what it has printed last."""
+        """Kill it, and pass on what it has printed last."""
         if self._popen.poll() is None:
             self.signal(signal.SIGKILL)
             self._popen.wait()
@@ -117,14 +117,14 @@ class Child:
         return len(data)
 
     def _drain(self) -> None:
-        """Take what is there, but not what a process that escaped goes on to print."""
+        """Read what is there, but not what a process that escaped goes on to print."""
         for pipe in [*self._streams]:
             left = DRAINED
             while left > 0 and (size := self._take(pipe)):
                 left -= size
 
     def _end(self, pipe: int) -> None:
-        """Read no more from a pipe."""
+        """Stop reading from a pipe."""
         to, lines = self._streams.pop(pipe)
         self._output.put(to, lines.rest())
         if pipe in self._selector.get_map():

@@ -1,4 +1,4 @@
-"""How many processes each generation of a job has: how the last one ended in, the next one out."""
+"""How many processes each generation of a job has, given how the last one ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ RESTARTS = 3
 
 
 class Failure(NamedTuple):
-    """A process that has failed by itself.
+    """A process that has failed.
 
     Attributes:
         number: Its number in the job.
         place: Its place on this machine.
-        code: Its exit code, 128 plus the number of a signal that ended it.
+        code: Its exit code, or 128 plus the number of the signal that ended it.
     """
 
     number: int
@@ -25,13 +25,13 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a generation has ended.
+    """How a generation ended.
 
     Attributes:
         code: The exit code of process 0, which has the last word.
-        failures: The processes that failed, in that order.
-        progress: Whether a window was complete.
-        asked: Whether the launcher had asked for the end.
+        failures: The processes that failed, in order of failure.
+        progress: Whether a window was completed.
+        asked: Whether the launcher had asked the processes to end.
     """
 
     code: int
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
 
     Attributes:
         code: The exit code of the launcher.
-        why: What to say, empty after success.
+        why: What to print; empty after success.
     """
 
     code: int
@@ -56,14 +56,14 @@ class Ended(NamedTuple):
 class Elastic:
     """The number of processes, from one generation to the next.
 
-    A machine has `high` places, and a process has one. One at which a process failed before the
-    generation had done anything is left out, until another number is wanted.
+    A machine has `high` places, each for one process. A place whose process failed before the
+    generation had completed a window is left out until a different number is wanted.
 
     Attributes:
-        low: With fewer processes the job ends.
+        low: The smallest number; with fewer the job ends.
         high: The largest number.
-        wanted: The number to have.
-        restarts: How many times the job may be started again after a failure.
+        wanted: The wanted number.
+        restarts: How many more times the job may be restarted after a failure.
         broken: Places that are left out.
 
     Examples:
@@ -90,7 +90,7 @@ class Elastic:
         return tuple(whole[: self.wanted])
 
     def resized(self, wanted: int) -> "Elastic":
-        """Return what follows if another number is wanted."""
+        """Return what follows if a different number is wanted; no place is left out any more."""
         return replace(self, wanted=wanted, broken=frozenset())
 
     def after(self, outcome: Outcome) -> "Elastic | Ended":
@@ -108,7 +108,7 @@ class Elastic:
         if failures and not outcome.progress:
             following = replace(following, broken=self.broken | {first.place})
         can = len(following.places)
-        if can < self.low:  # only then is a place left out
+        if can < self.low:  # only possible if a place is left out
             last += " before the first window was complete"
             several = "es" if can != 1 else ""
             without = f"without its place {can} process{several} could run"
@@ -117,7 +117,7 @@ class Elastic:
 
 
 def parsed(text: str, elastic: Elastic) -> int | None:
-    """Return the number of processes that a text asks for, None if it is out of range or none.
+    """Return the number of processes in a text; None if it is not a number or out of range.
 
     Examples:
         >>> elastic = Elastic(low=2, high=4, wanted=3)

@@ -1,4 +1,4 @@
-"""In which order the ends of processes count: that of one whose error ended others comes first."""
+"""The order in which ends of processes count: one whose error ended others comes first."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ class End(NamedTuple):
 
     Attributes:
         number: Its number in the job.
-        code: Its exit code, 128 plus the number of a signal that ended it.
-        because: Because of which process it ended, as it has noted: itself if its error ends
+        code: Its exit code, or 128 plus the number of the signal that ended it.
+        because: The process that caused this end, as it noted: itself if its own error ends
             others; None if it noted nothing.
     """
 
@@ -23,14 +23,14 @@ class End(NamedTuple):
 
 @dataclass
 class Ends:
-    """Holds ends back until that of the process because of which they are has come.
+    """Holds ends back until the process that caused them has ended, too.
 
-    A process that has told the others of its error may still be closing its files when the first
-    one of them has ended.
+    A process that has told the others about its error may still be closing its files when the
+    first of them has ended.
 
     Attributes:
-        patience: Seconds for which an end is held back at most.
-        due: When all that are held back are overdue; infinity if none is.
+        patience: The longest time to hold an end back, in seconds.
+        due: When all ends held back are overdue; infinity if there are none.
 
     Examples:
         >>> ends = Ends(patience=10.0)
@@ -51,8 +51,8 @@ class Ends:
 
         Args:
             end: Its end.
-            alive: The processes that live.
-            now: Seconds of any clock.
+            alive: The live processes, by number.
+            now: The time in seconds, by any clock.
         """
         if self._root(end) not in alive:
             return self._released(end)
@@ -61,7 +61,7 @@ class Ends:
         return []
 
     def overdue(self, now: float) -> list[End]:
-        """Return all that are held back, if that is so for too long."""
+        """Return all ends held back if they are overdue."""
         if now < self.due:
             return []
         held, self._held, self.due = [*self._held.values()], {}, inf
@@ -71,7 +71,7 @@ class Ends:
         return bool(self._held)
 
     def _root(self, end: End) -> int | None:
-        """Return because of whom it is in the end: of one that lives, or whose end counts."""
+        """Return the process that first caused it: one that is alive, or whose end counts."""
         at = end.because
         while at in self._held:
             at = self._held[at].because

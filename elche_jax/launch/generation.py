@@ -22,36 +22,36 @@ from elche_jax.launch.watchdog import Watchdog
 
 NAME = "elche-jax launch"
 STEPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-"""How processes are asked to end, one after the other."""
+"""Signals that end processes, in the order in which they are sent."""
 
 DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
-    # else JAX's service takes SIGTERM for a notice, and the process does not end
+    # otherwise JAX's service takes SIGTERM as a notice, and the process does not end
     "JAX_ENABLE_PREEMPTION_SERVICE": "0",
 }
-"""Variables that processes have unless the environment says something else."""
+"""Environment variables of the processes, unless this process's environment sets them."""
 
 
 LATE_S = 10.0
-"""Seconds after the end of the first process in which the others end, too."""
+"""Seconds that the others have to end after the first process, before they are named."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be launched.
+    """What to launch.
 
     Attributes:
         command: The program and its arguments.
-        processes: How many are started here.
-        total: How many the job has.
-        first: Number of the first one here.
+        processes: Number of processes to start here.
+        total: Number of processes of the job.
+        first: Number of the first process here.
         coordinator: Address of process 0; None for a free port of this machine.
-        cpu_devices: Virtual CPU devices of each; None for the devices there are.
-        go_on: Whether the others go on when one fails.
+        cpu_devices: Virtual CPU devices of each process; None for the devices there are.
+        go_on: Whether the others continue when a process fails.
         timeout: Seconds that a window may take; None for no watchdog.
-        grace: Seconds between two steps of ending processes.
-        elastic: How many processes there may be; None for one generation.
-        number_file: Says how many are wanted; or None.
+        grace: Seconds between two signals of `STEPS`.
+        elastic: How many processes generations may have; None for a single generation.
+        number_file: A file that holds the wanted number of processes; or None.
     """
 
     command: Sequence[str]
@@ -68,14 +68,14 @@ class Asked:
 
 
 class Shared(NamedTuple):
-    """What all generations of a job use.
+    """What all generations of a job share.
 
     Attributes:
-        selector: Waits for what processes print.
-        output: Where that goes.
+        selector: Waits for the processes' output.
+        output: Where this output goes.
         folder: A private folder.
-        memory: One in memory for what the next generation begins with; None if there is none.
-        mark: A variable of the environments of all processes.
+        memory: A folder in memory for the checkpoint that the next generation starts from; or None.
+        mark: Name of an environment variable that all processes have.
     """
 
     selector: selectors.BaseSelector
@@ -90,13 +90,13 @@ class Generation:
 
     Attributes:
         code: The exit code so far.
-        failed: Whether `code` is that of a failure or of what ended all.
+        failed: Whether `code` is that of a failure or of what ended all processes.
 
     Args:
-        asked: What is launched.
+        asked: What to launch.
         places: The places of the processes on this machine, in the order of their numbers.
-        shared: What all generations use.
-        folder: Where they note what they do; it must be new.
+        shared: What all generations share.
+        folder: A new folder, in which the processes note what they do.
     """
 
     def __init__(self, asked: Asked, places: Sequence[int], shared: Shared, folder: Path):
@@ -104,13 +104,13 @@ class Generation:
         self._stack = ExitStack()
         self._children: list[Child] = []
         self._alive: dict[int, Child] = {}
-        self._step: int | None = None  # of ending all, and when the next one is due
+        self._step: int | None = None  # the last signal, an index in `STEPS`; when the next is due
         self._due = 0.0
         self._stopped = False
         self._ends = Ends(asked.grace)
-        self._late_at = inf  # when it is said for whom this waits, once the first has ended
+        self._late_at = inf  # when to say whom this waits for, once the first has ended
         self._watchdog: Watchdog | None = None
-        self._killed: set[int] = set()  # by it
+        self._killed: set[int] = set()  # by the watchdog
         self.code = 0
         self.failed = False
         self._first_code = 0
@@ -160,17 +160,17 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Whether all processes have ended, and what that means was noted."""
+        """Whether all processes have ended, and all ends have been handled."""
         return not self._alive and not self._ends
 
     @property
     def ending(self) -> bool:
-        """Whether the processes were told to end."""
+        """Whether the processes are being ended."""
         return self._step is not None
 
     @property
     def outcome(self) -> Outcome:
-        """How it has ended."""
+        """How it ended."""
         return Outcome(self._first_code, self._failures, self._progress, self._asked_to_end)
 
     @property
@@ -180,7 +180,7 @@ class Generation:
 
     @property
     def _raised(self) -> int | None:
-        """A process that lives, and has an error that ends others."""
+        """A live process whose error ends others; None if there is none."""
         return next((at for at in self._alive if self._notes[at].because == at), None)
 
     def read(self) -> None:
@@ -190,20 +190,20 @@ class Generation:
 
     @property
     def due(self) -> float:
-        """When something is to be done even if nothing happens, as `time.monotonic` says it."""
+        """When `go_on` has to be called even if nothing happens, in terms of `time.monotonic`."""
         if self._step is not None:
             return self._due if self._step < len(STEPS) - 1 else inf
         look = inf if self._watchdog is None else time.monotonic() + self._watchdog.every
         return min(look, self._ends.due, self._late_at)
 
     def go_on(self) -> None:
-        """Take note of processes that have ended, and end those that are to end."""
+        """Handle processes that have ended, and end those that have to."""
         for child in [*self._alive.values()]:
             if (code := child.ended()) is not None:
                 del self._alive[child.number]
                 because = self._notes[child.number].because
                 if because is None and code:
-                    because = self._raised  # JAX aborted it, before it could say so itself
+                    because = self._raised  # JAX aborted it before it could note that itself
                 end = End(child.number, code, because)
                 for one in self._ends.after(end, self._alive, time.monotonic()):
                     self._on_end(one)
@@ -222,12 +222,13 @@ class Generation:
             self._notes[at].ask()
 
     def stop(self, code: int, step: int, hurry: bool = False) -> None:
-        """End all with an exit code.
+        """End all processes with an exit code.
 
         Args:
-            code: The exit code, unless all are ended with another one already.
-            step: With which step it begins; nothing is done if that has come already.
-            hurry: Whether these are told with the next step, at once.
+            code: The exit code, unless a failure or an earlier call has already set one.
+            step: Index in `STEPS` of the signal to begin with; nothing happens if it was already
+                sent.
+            hurry: Whether to send the next signal at once if this was called before.
         """
         if not self.failed:
             self.failed, self.code = True, code
@@ -244,7 +245,7 @@ class Generation:
                 child.pass_on(number)
 
     def close(self) -> None:
-        """End what is left of the processes and their groups."""
+        """Kill what is left of the processes and their groups."""
         for child in self._alive.values():
             child.signal(signal.SIGKILL)
         for child in self._children:
@@ -258,7 +259,7 @@ class Generation:
             child.signal(STEPS[self._step])
 
     def _on_end(self, end: End) -> None:
-        """Take note of the end of a process."""
+        """Handle the end of a process."""
         asked, (number, code, because) = self._asked, end
         if number == asked.first and self._step is None:
             self._first_code, self._late_at = code, time.monotonic() + LATE_S
@@ -266,7 +267,7 @@ class Generation:
                 self.code = code
         if not code or self._step is not None:
             return
-        if code == AGAIN:  # no failure: it has saved, and the others leave as it did
+        if code == AGAIN:  # not a failure: it has saved, and the others leave likewise
             self.code = self.code if asked.go_on else AGAIN
             return
         how = f"exit code {code}"
@@ -284,7 +285,7 @@ class Generation:
             self.stop(code, 1)
 
     def _tell_who_is_late(self) -> None:
-        """Say for whom this waits, some time after the first process, with which the job ends."""
+        """Name the processes that still run some time after the first, whose end is the job's."""
         if time.monotonic() < self._late_at:
             return
         self._late_at = inf
@@ -294,18 +295,18 @@ class Generation:
             say(self._output, f"process {first} has ended, this waits for process {left}")
 
     def _fate_of_others(self, end: End) -> str:
-        """Return what becomes of the others after a failure, as a part of a line."""
+        """Return what becomes of the others after a failure, as part of a line."""
         if not self._asked.go_on:
             return ", the others are ended"
         if end.because is None:
             if 0 in self._notes and 0 not in self._alive and self._notes[0].read().several:
                 return ", the job ends with it" if end.number == 0 else ""
             return ", the others go on"
-        # those that exchange once more raise, too
+        # those that exchange again raise, too
         return ", the others are told why" if end.because == end.number else ""
 
     def _without(self, number: int, said: str) -> None:
-        """Let the others save, after the end of a process, or end them if they cannot."""
+        """After the end of a process, let the others save, or end them if they cannot."""
         if not self._alive or 0 not in (number, *self._alive):
             say(self._output, said)  # it was the last one, or the first has done its work
         elif number == 0 or not self._progress:
@@ -314,7 +315,7 @@ class Generation:
             say(self._output, f"{said}, the others are ended")
             self._end(1)
         else:
-            # they save, unless they raise, as when it has left with an error
+            # they save, unless they raise, for example because it has left with an error
             asks = "" if self._asked_to_end else ", the others are asked to save and to end"
             say(self._output, f"{said}{asks}")
             self.ask()
@@ -332,15 +333,15 @@ class Generation:
 
 def say(output: Output, text: str) -> None:
     """Print a line of the launcher."""
-    # with the bytes of a file's name as they are
+    # keeps the bytes of a file's name as they are
     output.put(2, f"{NAME}: {text}\n".encode("utf-8", "surrogateescape"))
 
 
 @contextmanager
 def _free_port() -> Generator[int]:
-    """Give a port that no other launcher takes meanwhile.
+    """Reserve a port, so that no other launcher takes it meanwhile.
 
-    It is bound, but nobody listens: the coordinator may bind it, too, as it also allows others to.
+    It is bound without listening. The coordinator can bind it as well, as both allow its reuse.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,6 +1,6 @@
-"""The program that ends what a killed launcher has left: `guard PARENT MARK FOLDER MEMORY`.
+"""The program that cleans up after a killed launcher: `guard PARENT MARK FOLDER MEMORY`.
 
-It has a session of its own, so that what ends the launcher does not end it, too.
+It has its own session, so that what ends the launcher does not also end the guard.
 """
 
 import os
@@ -16,7 +16,7 @@ EVERY_S = 0.1
 
 
 def main(parent: int, mark: str, folder: str, memory: str) -> None:
-    """Wait until the launcher is gone, then end what it has started, and remove its folders."""
+    """Wait until the launcher is gone, then kill what it has started and remove its folders."""
     while os.getppid() == parent:
         time.sleep(EVERY_S)
     end_marked(mark)

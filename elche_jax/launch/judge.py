@@ -1,4 +1,4 @@
-"""Which process of a job is stuck: what they note and how much time has passed in, verdicts out."""
+"""Decides which process of a job is stuck, from what each has noted and the time that passed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,28 +7,28 @@ from typing import NamedTuple
 from elche_jax._progress import Noted, Phase
 
 MORE = 20
-"""How many times longer than a window the phases may last that are not part of every window."""
+"""How many times longer than a window a phase may last that is not part of every window."""
 
 WAITS = {"connect", "leave", "exchange"}
 """Phases in which a process waits for others."""
 
 LONG = {"start-up", "connect", "leave", "compile", "restore", "checkpoint", "loop"}
-"""Phases with a limit of `MORE` timeouts, as have those of the first window. `"start-up"` is before
-the first note. In `"loop"` a process is in the middle of a run and in none of the others."""
+"""Phases with a limit of `MORE` timeouts, like all phases of the first window. `"start-up"` lasts
+until the first note. In `"loop"` a process is in the middle of a run and in no other phase."""
 
 STOPPED = "stopped"
-"""A process that a signal has stopped: it is in no phase of its own."""
+"""The phase of a process that a signal has stopped, which it cannot note itself."""
 
 PAUSED_BY = {"data": LONG, "window": LONG | WAITS, "restore": WAITS}
-"""What makes the time of a phase not count: it waits for what is under way beside it."""
+"""Phases during which the time of a phase does not count, as it waits for them."""
 
 
 Since = Mapping[Phase, float]
-"""Seconds that a process has been seen in each of its phases."""
+"""Seconds for which a process has been seen in each of its phases."""
 
 
 class Seen(NamedTuple):
-    """A process as it was seen.
+    """A process as seen in one look.
 
     Attributes:
         noted: What it has noted.
@@ -46,7 +46,7 @@ class Stuck(NamedTuple):
         process: Its number.
         ranks: The ranks of its devices, as text.
         seconds: How long it has been in the phase.
-        window: The window in which it is; None if in none.
+        window: The window that it is in; None if it is in none.
         kind: The phase.
         stopped: Whether a signal has stopped it.
     """
@@ -81,14 +81,14 @@ class Stuck(NamedTuple):
 class Judge:
     """How long every process has been in each of its phases, and when that is too long.
 
-    Time counts as it is seen to pass, while the process could have gone on: a watchdog that was
-    itself asleep blames nobody.
+    Time counts only if it was seen to pass and the process could have gone on: a watchdog that was
+    itself asleep blames no process.
 
     Attributes:
         timeout: Seconds that a window or reading its data may take.
-        processes: Number of processes of the job. Only while all are seen it is known that all
-            wait: for one that has ended the others wait as long as JAX's own timeouts say.
-        since: What has been seen of each process.
+        processes: Number of processes of the job. Only while all are seen is it known that all
+            wait: if one has ended, the others wait for it until JAX's own timeouts expire.
+        since: How long each process has been seen in its phases.
 
     Examples:
         >>> reads = Noted(notes=1, running=True, ranks="rank 0", phases=(Phase("data", 4),))
@@ -103,11 +103,11 @@ class Judge:
     since: Mapping[int, Since] = field(default_factory=dict[int, Since])
 
     def observe(self, seen: Mapping[int, Seen], elapsed: float) -> tuple["Judge", list[Stuck]]:
-        """Return the judge that has seen the processes once more, and what is stuck.
+        """Return an updated judge, and what is stuck.
 
         Args:
-            seen: The processes that live, by number.
-            elapsed: Seconds since they were seen before.
+            seen: The live processes, by number.
+            elapsed: Seconds since they were last seen.
         """
         since = {
             process: _since(self.since.get(process, {}), one, elapsed)
@@ -121,11 +121,11 @@ class Judge:
         return replace(self, since=since), stuck
 
     def _stuck(self, process: int, seen: Seen, since: Since) -> Stuck | None:
-        """Return whether a process is itself stuck."""
+        """Return in what a process itself is stuck; None if it is not."""
         for phase, seconds in since.items():
             if phase.kind not in WAITS and seconds > self._limit(phase, seen.noted):
                 stopped = phase.kind == STOPPED
-                if stopped:  # in which phase is it then?
+                if stopped:  # show the phase that it was stopped in
                     phase = max(since, key=lambda one: (one != phase, since[one]))
                 kind = "none" if phase.kind == STOPPED else phase.kind
                 window = _window(phase, seen.noted)
@@ -133,7 +133,7 @@ class Judge:
         return None
 
     def _all_wait(self, seen: Mapping[int, Seen], since: Mapping[int, Since]) -> list[Stuck]:
-        """Return whether every process waits for others: then nobody will come."""
+        """Return what is stuck if every process waits for others, so that none can go on."""
         found: dict[int, Stuck] = {}
         for process, own in since.items():
             noted = seen[process].noted
@@ -165,7 +165,7 @@ def _since(before: Since, seen: Seen, elapsed: float) -> Since:
         stopped = STOPPED in kinds and phase.kind != STOPPED
         return stopped or not kinds.isdisjoint(PAUSED_BY.get(phase.kind, ()))
 
-    # not yet when it is seen for the first time
+    # counted from the look that first sees it
     return {
         phase: before[phase] + (0.0 if paused(phase) else elapsed) if phase in before else 0.0
         for phase in phases
@@ -173,7 +173,7 @@ def _since(before: Since, seen: Seen, elapsed: float) -> Since:
 
 
 def _phases(seen: Seen) -> list[Phase]:
-    """Return the phases of a process, with those that it does not note itself."""
+    """Return the phases of a process, including those that it does not note itself."""
     noted, phases = seen.noted, [*seen.noted.phases]
     if not noted.notes:
         phases.append(Phase("start-up"))

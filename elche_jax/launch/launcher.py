@@ -1,4 +1,4 @@
-"""Starts the processes of a job, again if need be, passes on what they print, and ends all."""
+"""Starts the processes of a job, restarts them if needed, passes on their output, and ends them."""
 
 import os
 import secrets
@@ -19,29 +19,29 @@ from elche_jax.launch.memory import Folder, make_memory, remove_memory
 from elche_jax.launch.output import Output, Unwritable
 
 ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
-"""Signals that end the launcher, and with which step it begins."""
+"""Signals that end the launcher, and the index in `STEPS` at which it begins."""
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that mean what a script makes of them, as in other launchers."""
+"""Signals whose meaning is up to the script, as in other launchers."""
 
 IGNORED = (signal.SIGHUP, *PASSED_ON)
-"""Signals that stay ignored, here and in the processes, where they are, as SIGHUP by `nohup`."""
+"""Signals that stay ignored, here and in processes, if they were, such as SIGHUP by `nohup`."""
 
 BROKEN_PIPE = 141
 
 LONGEST_S = 3600.0
-"""For which it waits at once, as the system refuses to wait for weeks."""
+"""Longest single wait; the system refuses to wait for weeks."""
 
 READ_S = 0.5
-"""Between two looks at the file that says how many processes are wanted."""
+"""Seconds between two looks at the file that holds the wanted number of processes."""
 
 
 def launch(asked: Asked) -> int:
     """Run a job to its end; return its exit code.
 
-    It is that of the first failure, 128 plus the number of the signal that ended it; of an elastic
-    job that of the first failure in its last generation. Whatever the end is, nothing that was
-    started is left.
+    This is the code of the first failure, or 128 plus the number of the signal that ended it; for
+    an elastic job, of the first failure in its last generation; with `go_on`, of the first process
+    here. However the job ends, no process that it started is left.
     """
     with ExitStack() as stack:
         selector = stack.enter_context(selectors.PollSelector())
@@ -58,7 +58,7 @@ def launch(asked: Asked) -> int:
 
 
 class _Launcher:
-    """The generations of a job, of which there is one at a time.
+    """The generations of a job, one at a time.
 
     Attributes:
         code: The exit code so far.
@@ -70,13 +70,13 @@ class _Launcher:
         self._number = 0  # of the generation
         self._generation: Generation | None = None
         self._elastic: Elastic | None = None
-        self._text = ""  # of the file with a number, and when it is read again
+        self._text = ""  # of the number file, and when to read it again
         self._due = inf if asked.number_file is None else 0.0
         self.code = 0
         self._failed = self._signalled = self._unwritable = False
 
     def run_elastic(self, elastic: Elastic) -> None:
-        """Run one generation after the other, until the job has ended."""
+        """Run one generation after another until the job has ended."""
         self._elastic = elastic
         self._look()
         while True:
@@ -87,7 +87,7 @@ class _Launcher:
             text = f"generation {self._number + 1}: {len(places)} process{several}{fewer}"
             self._say(f"{text}, resuming" if self._number else text)
             outcome = self.run(places)
-            if self._failed:  # a signal, or nobody reads
+            if self._failed:  # a signal came, or the output cannot be written
                 return
             following = self._elastic.after(outcome)
             if isinstance(following, Ended):
@@ -101,7 +101,7 @@ class _Launcher:
         """Run a generation to its end; return how it ended."""
         self._number += 1
         folder = self._shared.folder / str(self._number)
-        folder.mkdir(parents=True)  # what clears old files away may have taken them all
+        folder.mkdir(parents=True)  # with parents: a cleanup of old files may have removed them
         try:
             self._generation = generation = Generation(self._asked, places, self._shared, folder)
             while not generation.over:
@@ -112,7 +112,7 @@ class _Launcher:
                 if self._look():
                     generation.ask()
         finally:
-            # what they left behind, in sessions of its own included, and then their output
+            # kill what they left behind, even in sessions of their own, then read their output
             end_marked(self._shared.mark)
             if self._generation is not None:
                 self._generation.close()
@@ -121,7 +121,7 @@ class _Launcher:
         return generation.outcome
 
     def flush(self) -> None:
-        """Write what is not written yet; if a signal ends all, only for a while."""
+        """Write what is left; after a signal, for at most the grace period."""
         deadline = inf
         while not self._output.empty:
             self._take_signals()
@@ -132,21 +132,21 @@ class _Launcher:
             self._select(deadline)
 
     def _select(self, due: float) -> None:
-        """Read and write what is ready; wait for that until `time.monotonic` says it is due."""
+        """Read and write what is ready; wait for it until `time.monotonic` reaches `due`."""
         selector, seconds = self._shared.selector, max(0.0, due - time.monotonic())
         try:
             for key, _ in selector.select(min(seconds, LONGEST_S)):
-                if key.fileobj in selector.get_map():  # not closed by one before
+                if key.fileobj in selector.get_map():  # not closed by an earlier one
                     key.data()
         except Unwritable as raised:
             self._output.drop()
-            self._take_signals()  # a Ctrl-C ends `| tee`, too
+            self._take_signals()  # a Ctrl-C also ends `| tee`
             if not self._unwritable:  # once: the processes have time to end
                 self._unwritable = True
                 broken = isinstance(raised.__cause__, BrokenPipeError)
                 if not broken:
                     self._say(f"what is printed cannot be written ({raised}), all are ended")
-                # those that are being ended keep their time
+                # processes that are being ended keep their grace period
                 ending = self._generation is not None and self._generation.ending
                 self._stop(BROKEN_PIPE if broken else 1, 0 if ending else 1)
 
@@ -155,7 +155,7 @@ class _Launcher:
             number = self._signals.pop(0)
             if number in ENDING:
                 self._signalled = True
-                # others come more than once by themselves, as when a terminal is closed
+                # others may come more than once on their own, as when a terminal is closed
                 hurry = number == signal.SIGINT
                 self._stop(128 + number, ENDING[signal.Signals(number)], hurry)
             elif number in PASSED_ON and self._generation is not None:
@@ -168,13 +168,13 @@ class _Launcher:
             self._failed, self.code = True, code
 
     def _look(self) -> bool:
-        """Read how many processes are wanted; return whether that is another number than before."""
+        """Read how many processes are wanted; return whether that number has changed."""
         path, elastic = self._asked.number_file, self._elastic
         if path is None or elastic is None or time.monotonic() < self._due:
             return False
         self._due = time.monotonic() + READ_S
         try:
-            if not path.is_file():  # a pipe would be waited for
+            if not path.is_file():  # reading a pipe would block
                 return False
             text = path.read_text("utf-8", "replace").strip()
         except OSError:  # not there yet, or being replaced
@@ -201,9 +201,9 @@ class _Launcher:
 
 @contextmanager
 def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
-    """Collect the signals that end the launcher, are passed on, or tell of the end of a process.
+    """Collect the signals that end the launcher, are passed on, or report the end of a process.
 
-    Some stay ignored where they are.
+    Those of `IGNORED` stay ignored if they were.
     """
     reader, writer = os.pipe()
     found: list[int] = []
@@ -229,9 +229,9 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
 
 @contextmanager
 def _guarded(with_memory: bool) -> Generator[tuple[Path, Folder | None, str]]:
-    """Give a private folder, one in memory, and a mark.
+    """Provide a private folder, one in memory, and a mark.
 
-    If this process is killed, processes with the mark are ended, and the folders removed.
+    If this process is killed, a guard kills the processes with the mark and removes the folders.
     """
     mark = f"{MARK}{secrets.token_hex(8)}"
     folder, memory = Path(tempfile.mkdtemp(prefix="elche-launch-")), None

@@ -1,4 +1,4 @@
-"""Processes of this machine: who carries a mark, who descends from whom, and who watches them."""
+"""Processes of this machine: start helpers, kill those with a mark, find states and descendants."""
 
 import os
 import signal
@@ -9,23 +9,23 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "ELCHE_LAUNCH_"
-"""How the variable begins that a launcher's processes carry."""
+"""Prefix of the environment variable that a launcher's processes carry."""
 
 ROOT = Path(__file__).parents[2]
 
 PROC = Path("/proc")
 
 PATIENCE_S = 5.0
-"""Seconds after which a process that SIGKILL does not end, as a disk hangs, is left alone."""
+"""Seconds after which a process that survives SIGKILL, as on a hung disk, is left alone."""
 
 
 def start(module: str, *arguments: object) -> int:
-    """Start a module of this package, without JAX, in a session of its own; return its number.
+    """Start a module of this package, without JAX, in its own session; return its process id.
 
-    It has this process's stderr, and is nobody's to wait for: it ends by itself, so it does not
-    carry the mark of a launcher, which would kill it before it has cleared up.
+    It shares this process's stderr. It ends on its own, so nothing has to wait for it, and it does
+    not carry the mark of a launcher, which would kill it before it has cleaned up.
     """
-    # neither the folder of a script nor that of the user may hide a module of Python's
+    # neither a script's folder nor the user's may hide one of Python's modules
     command = [sys.executable, "-P", "-S", "-m", f"elche_jax.launch.{module}"]
     null = [(os.POSIX_SPAWN_OPEN, at, os.devnull, os.O_RDWR, 0) for at in (0, 1)]
     return os.posix_spawn(
@@ -37,9 +37,9 @@ def start(module: str, *arguments: object) -> int:
 
 
 def end_marked(mark: str) -> None:
-    """Kill all processes that have a variable in their environment, and what they start meanwhile.
+    """Kill all processes with a variable in their environment, and those they start meanwhile.
 
-    A process inherits the variable whatever session and parent it has given itself.
+    A process inherits the variable, whatever its session and parent are.
     """
     deadline = time.monotonic() + PATIENCE_S
     while (left := [*_marked(mark)]) and time.monotonic() < deadline:
@@ -49,7 +49,7 @@ def end_marked(mark: str) -> None:
 
 
 def kill(pid: int) -> None:
-    """Send SIGKILL to a process, which may have ended, or be another user's, as `sudo` is."""
+    """Send SIGKILL to a process that may have ended, or belong to another user, as `sudo` does."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
@@ -73,7 +73,7 @@ def state_of(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have."""
+    """Return the ids of all descendants of a process."""
     parents = {child: int(stat[1]) for child in _pids() if (stat := _stat(child))}
     found = [pid]
     for parent in found:
@@ -83,6 +83,6 @@ def descendants(pid: int) -> list[int]:
 
 def _stat(pid: int) -> list[str]:
     with suppress(OSError):
-        # behind the name of the program, in which anything may be
+        # after the name of the program, which may contain anything
         return (PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     return []

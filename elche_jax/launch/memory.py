@@ -22,7 +22,7 @@ class Folder(NamedTuple):
 
     Attributes:
         path: The folder.
-        lock: A descriptor that its launcher, the guard and the processes of the job have.
+        lock: A descriptor that the launcher, its guard and the processes of the job have open.
     """
 
     path: Path
@@ -32,13 +32,14 @@ class Folder(NamedTuple):
 def make_memory() -> Folder | None:
     """Return a new folder in memory; None if there is no place for one, or none is wanted.
 
-    `ELCHE_MEMORY` names another place than `/dev/shm`, and set to nothing none. Folders there that
-    nobody uses any more are removed: those of a launcher that was killed together with its guard.
+    `ELCHE_MEMORY` names a place other than `/dev/shm`; if it is empty, there is no folder.
+    Abandoned folders there are removed: those of a launcher that was killed together with its
+    guard.
     """
     given = os.environ.get(MEMORY)
     if given == "" or (given is None and not Path(IN_MEMORY).is_dir()):
         return None
-    # absolute: processes may go to another folder
+    # absolute: processes may change their working directory
     place = Path(IN_MEMORY if given is None else given).absolute()
     try:
         _remove_abandoned(place)
@@ -49,7 +50,7 @@ def make_memory() -> Folder | None:
 
 
 def _new(place: Path) -> Folder:
-    while True:  # until none is taken for abandoned before it is locked
+    while True:  # until one is locked before another launcher takes it for abandoned
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
@@ -75,7 +76,7 @@ def _remove_abandoned(place: Path) -> None:
 def remove_memory(folder: Path) -> None:
     """Remove the folder, unless it holds a checkpoint later than those on disk: then say which."""
     only = False
-    # without a destination it was being removed as its process was killed: it is on disk
+    # one without a destination was being removed when its process was killed: it is on disk
     for destination in folder.glob(f"*/{DESTINATION}"):
         place, where = destination.parent, Path(destination.read_text())
         newest = _newest(place)

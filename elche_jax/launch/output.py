@@ -1,4 +1,4 @@
-"""What processes print, passed on line by line: no line is mixed with another one."""
+"""The output of processes, passed on line by line so that lines do not mix."""
 
 import os
 import selectors
@@ -8,17 +8,17 @@ LONGEST = 1 << 20
 """Bytes after which a line without an end is passed on in parts."""
 
 QUEUED = 1 << 20
-"""Bytes that may wait for the reader of the output before no more is read from processes."""
+"""Bytes that may wait for the reader of the output before reading from processes pauses."""
 
 PART = 4096
-"""Bytes that a pipe which is ready takes without blocking, POSIX's `PIPE_BUF` on Linux."""
+"""Bytes that a ready pipe takes without blocking: POSIX's `PIPE_BUF` on Linux."""
 
 
 class Lines:
     """The lines of one stream of bytes, each with a prefix.
 
     Args:
-        prefix: What they begin with.
+        prefix: Prefix of each line.
 
     Examples:
         >>> lines = Lines(b"[0] ")
@@ -45,19 +45,19 @@ class Lines:
         return b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)
 
     def rest(self) -> bytes:
-        """Return the last line if it has no end; it gets one."""
+        """Return the last line if it has no end, with one added."""
         return self.add(b"\n") if self._open else b""
 
 
 class Unwritable(Exception):
-    """What processes print cannot be written; its argument is the error."""
+    """The output of processes cannot be written; the argument is the error."""
 
 
 class Output:
     """Writes whole lines to stdout and stderr, in the order in which they came, without blocking.
 
     Args:
-        selector: Told which stream is waited for.
+        selector: Waits for the stream that is written next.
     """
 
     def __init__(self, selector: selectors.BaseSelector):
@@ -84,10 +84,10 @@ class Output:
             self._watch()
 
     def write(self) -> None:
-        """Write a part; the stream is ready.
+        """Write a part to the stream, which is ready.
 
         Raises:
-            Unwritable: If nobody reads any more, or a disk is full.
+            Unwritable: The reader is gone, or a disk is full.
         """
         stream, lines = self._waiting[0]
         try:
@@ -104,14 +104,14 @@ class Output:
             self._watch()
 
     def drop(self) -> None:
-        """Forget what waits for the stream that cannot be written, not what is for the other."""
+        """Drop what waits for the stream that cannot be written; keep what waits for the other."""
         unwritable = self._waiting[0][0]
         self._waiting = deque(one for one in self._waiting if one[0] != unwritable)
         self._size = sum(len(lines) for _, lines in self._waiting)
         self._watch()
 
     def _watch(self) -> None:
-        """Wait for the stream that is next, and for no other one."""
+        """Wait for the next stream only."""
         stream = self._waiting[0][0] if self._waiting else None
         if stream == self._registered:
             return

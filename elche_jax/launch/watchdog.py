@@ -1,4 +1,4 @@
-"""Watches processes from outside, by the files in which they note what they do."""
+"""Watches processes from outside, through the files in which they note what they do."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -9,20 +9,20 @@ from elche_jax.launch.judge import Judge, Seen, Stuck
 from elche_jax.launch.marked import state_of
 
 PARTS = 20
-"""Into how many looks a timeout is divided."""
+"""Number of looks per timeout."""
 
 SHORTEST_S, LONGEST_S = 0.02, 1.0
-"""Between two looks."""
+"""Bounds on the time between two looks."""
 
 
 class Watchdog:
-    """Looks at processes now and then, and says which are stuck.
+    """Looks at processes from time to time, and says which are stuck.
 
     Attributes:
         every: Seconds between two looks.
 
     Args:
-        progress: Where each process notes what it does, by its number.
+        progress: The file in which each process notes what it does, by its number.
         timeout: Seconds that a window may take, see `Judge`.
         processes: Number of processes of the job, if it is known to have several.
     """
@@ -36,8 +36,8 @@ class Watchdog:
         """Return what is stuck.
 
         Args:
-            alive: For the processes that live the number by which the system knows them.
-            now: Seconds of any clock.
+            alive: The process ids of the live processes, by number.
+            now: The time in seconds, by any clock.
         """
         elapsed = now - self._looked
         if elapsed < self.every:
@@ -47,12 +47,12 @@ class Watchdog:
         for process, pid in alive.items():
             noted = self._progress[process].read()
             seen[process] = Seen(noted, state_of(noted.pid or pid))
-        # whatever was longer than two looks, this process was asleep
+        # beyond two looks, this process was itself asleep
         self._judge, stuck = self._judge.observe(seen, min(elapsed, 2 * self.every))
         return stuck
 
     def tell(self, folder: Path, line: str, alive: Collection[int]) -> None:
-        """Leave a line where the processes that live find it, if there is room for it."""
+        """Leave a line where the live processes find it, if there is room for it."""
         # on a full disk, or if the folder was cleared away, they go on without it
         with suppress(OSError), (folder / TOLD).open("a", encoding="utf-8") as file:
             print(line, file=file)

@@ -1,6 +1,6 @@
-"""The program that watches the process which has started it: `watcher PARENT FOLDER TIMEOUT`.
+"""The program that watches the process that started it: `watcher PARENT FOLDER TIMEOUT`.
 
-It ends with that process, whatever the end is.
+It ends with that process, however that ends.
 """
 
 import os
@@ -21,13 +21,13 @@ EVERY_S = 0.1
 
 
 def main(watched: int, folder: Path, timeout: float) -> None:
-    """Watch a process until it ends; end it if it makes no progress."""
+    """Watch a process until it ends; kill it if it makes no progress."""
     file = ProgressFile(folder / PROGRESS_FILE)
     watchdog = Watchdog({0: file}, timeout)
     while os.getppid() == watched:
         for stuck in watchdog.look({0: watched}, time.monotonic()):
             stuck = stuck._replace(process=file.read().process)
-            with suppress(OSError):  # nobody may read it, or a disk is full
+            with suppress(OSError):  # the reader may be gone, or a disk full
                 print(f"elche-jax watch: {stuck}", file=sys.stderr, flush=True)
             for pid in [*descendants(watched), watched]:
                 if pid != os.getpid():

@@ -45,11 +45,11 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     # One temporary file per thread, so that concurrent writers of `path` do not mix.
-    # Not by `tempfile`, whose files none but the owner may read.
+    # Not by `tempfile`, whose files only the owner may read.
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with temporary.open("wb") as new:
-            with suppress(OSError):  # there is none before, or the file system has no modes
+            with suppress(OSError):  # there is no old file, or the file system has no modes
                 shutil.copymode(file, temporary)
             yield new
             new.flush()
@@ -58,16 +58,16 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
         os.replace(temporary, file)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # The caller knows `path` only.
+        # The caller knows only `path`.
         if isinstance(error, OSError) and error.filename == str(temporary):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder and all that is in it, is on disk.
+    """Wait until a file, or a folder and everything in it, is on disk.
 
-    A file that was renamed or is new is there after a power cut once its folder is synced, too.
+    A new or renamed file survives a power cut only once its folder is synced, too.
 
     Raises:
         OSError: It cannot be written.
@@ -84,11 +84,11 @@ def sync_entries(folder: Path) -> None:
     Raises:
         OSError: They cannot be written.
     """
-    if os.name == "nt":  # which has no such call
+    if os.name == "nt":  # it has no such call
         return
     try:
         _sync(folder, os.O_RDONLY)
-    except OSError as error:  # some file systems of a network have none either
+    except OSError as error:  # some network file systems have none either
         if error.errno not in (errno.EINVAL, errno.EBADF):
             raise
 

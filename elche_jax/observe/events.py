@@ -137,7 +137,7 @@ class WindowEvent(WindowMeasurement, Event):
     at: float
 
     def validate(self) -> Self:
-        # Not `super()`: `slots=True` makes a new class, and that would look for the old one.
+        # Not `super()`, which would look for the class that `slots=True` has replaced.
         Event.validate(self)
         devices = len(self.counts)
         if self.busy_ms or devices > 1:  # a single device may leave it empty
@@ -255,7 +255,7 @@ class CheckpointEvent(_OfWindow, Event):
         epoch: Its epoch.
         seconds: How long saving took.
         size: Its size in bytes.
-        path: Its path in the folder of the checkpoints: its number.
+        path: Its path in the folder of the checkpoints: the number of windows trained.
         at: Seconds since the timeline was opened, when it was complete.
     """
 

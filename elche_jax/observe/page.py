@@ -18,7 +18,7 @@ from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
-"""Most rows of a table; of more, the last ones are shown."""
+"""Most rows of a table; if there are more, the last ones are shown."""
 
 
 def write_page(run: Run, path: str | PathLike[str], title: str | None = None) -> Path:
@@ -26,7 +26,8 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
 
     The page contains everything it needs and loads nothing, so that it can be kept, sent and
     opened offline. For a long run, only the last windows are shown one by one and curves are
-    medians, as the page says; key figures always cover the whole run.
+    medians, as the page says. Key figures always cover the whole run, except that speeds and
+    shares are those of the windows on the last devices, if devices have changed.
 
     Args:
         run: A run from `read_run`.
@@ -79,7 +80,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     # In one pass, so that placeholders in the inserted text are left alone.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read_part("page.html"))
     with replacing(path) as file:
-        # Names of files that are no UTF-8 hold lone surrogates, which cannot be encoded.
+        # File names that are not UTF-8 contain lone surrogates, which cannot be encoded.
         file.write(page.encode("utf-8", "backslashreplace"))
     return path
 

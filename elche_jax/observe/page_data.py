@@ -27,7 +27,7 @@ GANTT_NUMBERS = 60_000
 """Most numbers in the plot of single windows, which leaves out older windows."""
 
 MARKS = 400
-"""Most marks of a kind; of more, the last ones are shown."""
+"""Most marks of a kind; if there are more, the last ones are shown."""
 
 METRICS = 12
 """Most metrics that get a plot."""
@@ -48,7 +48,7 @@ def page_data(run: Run, report: RunReport) -> dict[str, Any]:
         "target": run.segments[-1].overhead_target if run.segments else 0.0,
         "gantt": _gantt(run, len(lanes)),
         "curves": _curves(run, len(lanes)),
-        "anchor": _columns(run.anchor_steps, median_low),  # an integer, as in any window
+        "anchor": _columns(run.anchor_steps, median_low),  # an integer, like any anchor
         "metrics": _metrics(run),
         "shares": _shares(run, report),
         "marks": _marks(run),
@@ -115,7 +115,7 @@ def _curves(run: Run, lanes: int) -> dict[str, Any]:
     """Return medians over buckets of windows: counts, share of the limit, overhead."""
     buckets: list[Sequence[PlacedWindow]] = []
     size = _bucket_size(run.windows)
-    # A bucket stays within a segment: others may have other devices.
+    # A bucket stays within a segment: other segments may have other devices.
     in_segments = sorted(run.windows, key=attrgetter("segment"))
     for _, segment in groupby(in_segments, key=attrgetter("segment")):
         buckets += _buckets(list(segment), size)

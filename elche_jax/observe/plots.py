@@ -70,7 +70,7 @@ def plot_run(
 
     rows = [0.7 + 0.3 * min(world_size, 12)] * len(runs) + [2.4]
     size = (9, 1.6 + sum(rows))
-    # Not by pyplot, which keeps a current figure and may want a display.
+    # Not by pyplot, which keeps a current figure and may need a display.
     figure: Any = Figure(figsize=size, dpi=160, layout="constrained", facecolor="white")
     axes = figure.subplots(len(rows), 1, height_ratios=rows)
     figure.suptitle(title or None, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")

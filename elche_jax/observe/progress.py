@@ -18,7 +18,7 @@ SPEED_S = 600.0
 """How far back the estimate of the remaining time looks; updates may be minutes apart."""
 
 NAMED = 8
-"""Most devices whose busy shares are shown one by one; of more, minimum, mean and maximum."""
+"""Most devices whose busy shares are shown one by one, not as minimum, mean and maximum."""
 
 
 class _Status(NamedTuple):
@@ -32,7 +32,7 @@ class _Status(NamedTuple):
 
 
 class Progress:
-    """A display of a run's progress: a live bar on a terminal, else one plain line per epoch.
+    """A display of a run's progress: a live bar on a terminal, or one plain line per epoch.
 
     If the terminal goes away, the display stops but the run does not. There is no thread:
     `update` draws at most ten times per second, and is cheap in between. While a bar is shown,
@@ -124,7 +124,7 @@ class Progress:
         epoch = check.integer(where, "epoch", epoch, low=0)
         done = check.integer(where, "done", done, low=0)
         for name, value in (("loss", loss), ("examples_per_s", examples_per_s)):
-            # a scalar array may still be computed: it is not read here
+            # a scalar array may not be computed yet: it is not read here
             if value is not None and getattr(value, "ndim", None) != 0:
                 check.number(where, name, value)
         if busy is not None:
@@ -183,12 +183,12 @@ class Progress:
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
-            # As it is: for rich "[/x]" would be the end of a style, and an error.
+            # Without markup: rich would take "[/x]" for the end of a style, and raise.
             self._bar.console.print(text, markup=False, soft_wrap=True)
             return
         stream = cast(TextIO, self._stream)
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        # A stream that lacks a letter, such as one of ASCII, must not end the display.
+        # A stream that cannot encode a character, as with ASCII, must not end the display.
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         stream.flush()
 

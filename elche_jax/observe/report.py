@@ -161,7 +161,7 @@ def device_reports(
 def _known_ms(records: Sequence[WindowMeasurement]) -> list[float]:
     """Return milliseconds per microbatch of the devices that were measured."""
     ranks = range(len(records[0].counts)) if records else ()
-    # Without 0, too, as of a clock that is too coarse: speeds are 1 / ms.
+    # Also without 0, which a coarse clock may give: speeds are 1 / ms.
     return [ms for rank in ranks if (ms := ms_per_batch(records, rank))]
 
 
@@ -181,7 +181,7 @@ def make_report(
         names: Names of the devices.
         counts: The plan for the next window.
         compiles: The statistics of the compile cache: `hits`, `misses`, `ahead`, `seconds`.
-        skipped: Number of windows whose update was dropped.
+        skipped: Number of windows that were not finite, see `RunReport`.
         exchange_bytes: Bytes that each device exchanges per window.
         frozen_bytes: Bytes that frozen parameters would add.
     """

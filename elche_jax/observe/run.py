@@ -23,7 +23,7 @@ from elche_jax.observe.report import RunReport, busy_ms, make_report
 from elche_jax.observe.timeline import TIMELINE, Timeline
 
 LEFT_OUT = "left out: "
-"""Beginning of a `SkipEvent`'s reason if an average left a device out."""
+"""Prefix of a `SkipEvent`'s reason if an average left a device out."""
 
 LATE = f"{LEFT_OUT}late"
 """The reason if the device was late."""
@@ -110,7 +110,7 @@ class Run:
             if isinstance(event, RunEvent):
                 begin = event.at
                 continue
-            if begin is not None:  # only changes are recorded: it began with the one before
+            if begin is not None:  # only changes are recorded: it began with the old anchor
                 steps.append((begin, event.before))
                 begin = None
             steps.append((event.at, event.anchor))
@@ -120,8 +120,8 @@ class Run:
     def repeated(self) -> int:
         """Number of windows that were repeated because a kill had lost their result.
 
-        A segment that begins with window 0 is a new training, of which nothing was done
-        before. Windows of an older segment in between belong to another training step.
+        A segment that begins with window 0 is a new training and repeats nothing. Windows of an
+        older segment in between belong to another training step.
         """
         repeated, segment = 0, -1
         seen: set[int] = set()
@@ -154,7 +154,7 @@ class Run:
         """Return a report over the `latest` windows and all compilations and skips.
 
         The counts are those of the last window that was not cut short by the end of an epoch.
-        A window whose average left out a late device is not a skip, as it dropped nothing.
+        A window whose average left out a late device is not a skip, as nothing was dropped.
         """
         records = [window.record for window in self.latest]
         compiles = self.of(CompileEvent)
@@ -178,7 +178,7 @@ class Run:
 def read_run(path: str | PathLike[str]) -> Run:
     """Read a run from its timeline.
 
-    Processes that continue a timeline are laid one after another. The time between two of them is
+    Processes that continued a timeline are placed one after another. The time between them is
     unknown and omitted.
 
     Args:
@@ -186,7 +186,7 @@ def read_run(path: str | PathLike[str]) -> Run:
 
     Returns:
         The run. If no `RunEvent` has as many devices as a window, as with windows that your
-        own loop reports, they are called `device 0`, `device 1`, ...
+        own loop reports, the devices are called `device 0`, `device 1`, ...
 
     Raises:
         TypeError: `path` is not a path.
@@ -209,7 +209,7 @@ def read_run(path: str | PathLike[str]) -> Run:
     path = check.path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
     name = path.resolve().name if path.is_dir() else path.stem
-    # one per process in files of older versions, whose times begin at 0 with each of them
+    # one per process in files of older versions, whose times begin at 0 in each process
     clocks: list[list[Event]] = []
     for event in Timeline.read(file):
         if not clocks or event.at < clocks[-1][-1].at:
@@ -224,16 +224,16 @@ def read_run(path: str | PathLike[str]) -> Run:
 def _append(run: Run, events: Sequence[Event]) -> Run:
     """Return the run with the events of one more clock appended.
 
-    A loss is placed at its window: a trainer reads the losses of several windows at once, and
-    reports them then.
+    A loss is placed at its window: a trainer reads and reports the losses of several windows at
+    once.
     """
     places = _places([event for event in events if isinstance(event, WindowEvent)])
-    # The first windows may begin before 0, as times are as long as measured: shift the clock.
+    # The first windows may begin before 0, as measured lengths are kept: shift the clock.
     zero = run.seconds - min(0.0, places[0][0] if places else 0.0)
     place = iter(places)
-    # Steps that take turns, as of a generator and its critic, are told apart by their devices.
+    # Alternating steps, as of a generator and its critic, are told apart by number of devices.
     newest: dict[int, int] = {}  # the segment on this clock, by number of devices
-    unnamed: set[int] = set()  # those of them that no `RunEvent` began
+    unnamed: set[int] = set()  # those that no `RunEvent` began
     others: list[Event] = []
     reported: dict[int, float] = {}  # the time of each window's report
     for event in events:
@@ -261,14 +261,14 @@ def _append(run: Run, events: Sequence[Event]) -> Run:
 
 
 def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return unique device names: with their ranks if two are the same."""
+    """Return unique device names, prefixed with their ranks if two are the same."""
     if len(set(names)) == len(names):
         return names
     return tuple(f"{rank}: {name}" for rank, name in enumerate(names))
 
 
 def _planned_counts(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
-    """Return the counts of the last window that does not end its epoch, else of the last one."""
+    """Return the counts of the last window that does not end its epoch, or of the last one."""
     for record, following in zip(records[-2::-1], records[:0:-1], strict=True):
         if record.epoch == following.epoch:
             return record.counts

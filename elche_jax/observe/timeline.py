@@ -35,7 +35,7 @@ KEEP = 10_000
 """Events that a timeline keeps in memory by default."""
 
 _values: Final = attrgetter(*(field.name for field in fields(WindowMeasurement)))
-# `json.dumps` with an option would make an encoder for every line.
+# `json.dumps` with an option would create an encoder for every line.
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
@@ -152,7 +152,7 @@ class Timeline:
 
     def _record(self, make: Callable[[float], Event]) -> None:
         """Record the event that `make(at)` returns."""
-        with self._lock:  # the time is read inside, so that events are in its order
+        with self._lock:  # the time is read inside, so that events are in order of time
             event = make(time.perf_counter() - self._began)
             self._events.append(event)
             writer = self._writer
@@ -277,7 +277,7 @@ def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
     try:
         return [_from_line(where, path, name, line)] if line else []
     except ValueError:
-        # A kill leaves the beginning of an event. Anything else means that it is another file.
+        # A kill leaves the beginning of an event. Anything else means that this is another file.
         if not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
             raise
         return []
@@ -292,7 +292,7 @@ def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
         values: Any = json.loads(line)
         event = values.pop("event")
         return EVENTS[event](**_LATER.get(event, {}) | values).validate()
-    # The last one: JSON that is nested thousands of times.
+    # A `RecursionError` comes from JSON that is nested thousands of levels deep.
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
         argument, rule = f"{name} of {path}", "be an event of a timeline"

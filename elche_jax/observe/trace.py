@@ -30,7 +30,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
     synchronisations, one for other events, and curves of the counts, the anchor and the loss.
     Times are in microseconds.
 
-    When within a window a device was busy is not measured: its bar begins with the window,
+    At what time within a window a device was busy is not measured: its bar begins with the window,
     and the bar of the synchronisation ends with it.
 
     Args:
@@ -127,7 +127,7 @@ def _bars(run: Run, tracks: dict[tuple[int, str], int]) -> Iterator[dict[str, An
         if counts != last:
             yield _event("C", window.begin, "counts", counts)
             last = counts
-        # Busy times and costs may exceed the window, or be below 0, by errors of measurement.
+        # Due to measurement errors, busy times and costs may exceed the window or be below 0.
         for rank, name in enumerate(devices):
             end = min(window.end, window.begin + max(0.0, window.busy_ms[rank]) / 1e3)
             args = {"count": counts[name], "examples": record.examples, "epoch": record.epoch}

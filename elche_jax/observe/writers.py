@@ -35,7 +35,7 @@ class Writer(Protocol):
                 previous process has already written: older values from this step on are
                 invalid.
             values: The values by name; they may be NaN or infinite. `CSVWriter` and
-                `TensorBoardWriter` take arrays without dimensions, too, such as the metrics of a
+                `TensorBoardWriter` also take arrays without dimensions, such as the metrics of a
                 step, and wait for them.
         """
         ...
@@ -191,7 +191,7 @@ class CSVWriter(_FileWriter):
 
 def _as_text(name: str) -> str:
     """Return a name as a cell that no spreadsheet interprets as a formula."""
-    # Also behind apostrophes of its own, so that `_as_name` returns every name as it was.
+    # Also if it begins with apostrophes, so that `_as_name` restores every name.
     return f"'{name}" if name.lstrip("'").startswith(FORMULA) else name
 
 
@@ -209,9 +209,9 @@ def _line(cells: Iterable[object]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Return the columns and rows of a table, without `step`; none if there is no file.
+    """Return a table's columns except `step`, and its rows; both empty if there is no file.
 
-    A damaged table is renamed instead of raising: the run does not depend on it.
+    A damaged table is renamed and raises no error: the run does not depend on it.
     """
     content = path.read_bytes() if path.exists() else b""
     content = content.rstrip(b"\0")  # a power loss may leave zeros in place of rows

@@ -1,4 +1,4 @@
-"""Checks that all processes of a job begin a run alike: the same values, over the same data."""
+"""Checks that all processes of a job begin a run with the same values and the same data."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ from elche_jax.train.spec import DataPlan
 PyTree = Any
 
 SAMPLES = 8
-"""Examples by which arrays are compared between processes, beside their number."""
+"""Largest number of examples that processes compare of arrays, besides the number of examples."""
 
 
 def check_same_start(
     job: Job, params: PyTree, model_state: PyTree, rng: Any, selection: Selection, merge: MergeRules
 ) -> None:
-    """Raise unless all processes begin a run from the same values, and exchange the same leaves."""
+    """Raise unless all processes begin a run from the same values and exchange the same leaves."""
     if not job.one_process:
         frozen = f"frozen {[name for name, _ in named(selection.split(params)[1], 'params')]}"
         job.check_same(
@@ -35,9 +35,9 @@ def check_same_start(
 
 
 def check_same_optimizer(job: Job, state: TrainState) -> None:
-    """Raise unless optimizers keep arrays of the same shapes, which may be exchanged."""
+    """Raise unless all processes' optimizer states, which may be exchanged, have equal shapes."""
     if not job.one_process:
-        # by their names, as the text of a structure may hold addresses of functions
+        # compared by leaf names, as the repr of a tree structure may contain function addresses
         leaves = named(one_of((state.opt_state, state.averaging)))
         shapes = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
         name = "shapes of the optimizer's state"
@@ -48,9 +48,9 @@ def check_same_optimizer(job: Job, state: TrainState) -> None:
 def check_same_data(job: Job, plan: DataPlan, start: Cursor) -> None:
     """Raise unless all processes read the same data in the same way.
 
-    Of arrays the number of examples and some of them are compared. Of a map-style dataset it is
-    the number and the shapes, as it may change its examples at random; of an iterable the shapes,
-    as its examples would be used up.
+    For arrays this compares the number of examples, their shapes and the values of some. For a
+    map-style dataset it compares the number and the shapes only, as the dataset may change its
+    examples at random; for an iterable the shapes only, as reading would use up its examples.
     """
     if not job.one_process:
         job.check_same(
@@ -61,7 +61,7 @@ def check_same_data(job: Job, plan: DataPlan, start: Cursor) -> None:
 
 
 def fingerprint(plan: DataPlan) -> str | Described:
-    """Return what of the data can be compared between processes, see `check_same_data`."""
+    """Return the part of the data that processes can compare, see `check_same_data`."""
     source: Source = plan.source
     if isinstance(source, IterableSource):
         return f"microbatches of {_kinds(plan.microbatch, 0)}"
@@ -73,5 +73,5 @@ def fingerprint(plan: DataPlan) -> str | Described:
 
 
 def _kinds(microbatch: PyTree, skip: int) -> PyTree:
-    """Return dtypes and shapes as text, without the first dimensions."""
+    """Return dtypes and shapes as text, without the first `skip` dimensions."""
     return jax.tree.map(lambda leaf: f"{leaf.dtype}{[*leaf.shape[skip:]]}", microbatch)

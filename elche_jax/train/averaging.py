@@ -1,4 +1,4 @@
-"""Which settings averaging rules combine with, and which cadence they select."""
+"""Checks of the settings that averaging rules combine with, and the cadence they select."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -84,7 +84,7 @@ def _check_local(rule: AveragingRule, options: Options, chosen: Sequence[str]) -
 
 
 def _check_exponent(name: str, exponent: Any) -> None:
-    """Raise if a schedule cannot be traced, as those of optax are."""
+    """Raise if an exponent schedule cannot be traced, or does not return one number."""
     if not callable(exponent):
         return
     rule = "be a number, or a schedule: a function of the window's number, made of jnp or optax"
@@ -98,7 +98,7 @@ def _check_exponent(name: str, exponent: Any) -> None:
 
 
 def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
-    """Raise if the weights of a custom rule cannot be traced, or are not one per device."""
+    """Raise if a rule's weights cannot be traced, or are not one number per device."""
     rows = jax.ShapeDtypeStruct((world_size,), jnp.float32)
     must = f"return one number per device, an array ({world_size},), made with work.xp"
 
@@ -106,7 +106,7 @@ def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
         return rule.weigh(DeviceWork(steps, loss, steps > 0, window, jnp))
 
     try:
-        # traced when the step is built: otherwise the error would come from the first window
+        # traced when the step is built: otherwise the first window would raise the error
         value: Any = jax.eval_shape(weights, rows, rows, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:
         said = str(error).partition("\n")[0].rstrip(".")
@@ -123,7 +123,7 @@ def _is_number(dtype: Any) -> bool:
 def cadence_of(
     averaging: AveragingRule, cadence: Cadence[Any] | None, config: DDPConfig, world_size: int
 ) -> Cadence[Any] | None:
-    """Return the cadence for a rule; None for that of the configuration.
+    """Return the cadence for a rule; None to use that of the configuration.
 
     Args:
         averaging: The rule.
@@ -136,7 +136,7 @@ def cadence_of(
             return FixedTotal(cadence.anchor)  # an outer optimizer needs windows to step after
         return cadence
     if averaging.inner_steps is not None:
-        # a window exchanges one fragment, and the same one only every `fragments` windows
+        # a window exchanges one fragment, so each fragment's turn comes every `fragments` windows
         anchor = averaging.inner_steps // averaging.fragments
         # the anchor must not grow: the slowest device takes this many steps
         return ElChe(anchor, max_anchor=anchor) if world_size > 1 else FixedTotal(anchor)

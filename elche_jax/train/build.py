@@ -60,34 +60,34 @@ def build_train_step(
 ) -> TrainStep:
     """Build a training step over the devices of a job.
 
-    In a window, device `d` runs `counts[d]` microbatches by itself. Then the gradients are
+    In a window, device `d` runs `counts[d]` microbatches on its own. The gradients are then
     combined, and every device takes the same optimizer step with
 
         g = sum_d sum_i weight[d, i] * grad(loss[d, i]) / sum_d sum_i weight[d, i]
 
     Args:
         loss_fn: `loss_fn(params, batch, rng)`, where `batch` is one microbatch with
-            leaves `(batch_size, ...)` and `rng` a key of its own. Returns a float
+            leaves `(batch_size, ...)` and `rng` the microbatch's own key. Returns a float
             scalar (the mean over the microbatch), a float vector `(batch_size,)` of
             per-example losses, or `Weighted(loss, weight)`. With `has_aux` it returns
             `(loss, aux)`. With model state (see `TrainStep.init`) it is
-            `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
-            with `has_aux` `(loss, (model_state, aux))`. As under `jax.jit`, other values that
+            `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`, or
+            `(loss, (model_state, aux))` with `has_aux`. As under `jax.jit`, other values that
             it reads must not change.
-        optimizer: An optax optimizer. `TrainStep.init` traces its update: values that this reads
-            besides its arguments must not change later.
-        devices: The devices, of one kind or several, in any order, also of several backends
+        optimizer: An optax optimizer. `TrainStep.init` traces its update, so values that the
+            update reads besides its arguments must not change later.
+        devices: The devices, in any order, of one or several kinds and backends
             (`jax.devices("cuda") + jax.devices("cpu")`); None for all devices of the
             default backend.
-        lanes: Which devices share a program and meet in a collective, before the lanes meet
-            on one device: ranks by lane, such as `((0, 1), (2,))`, or a function of a device
-            whose result names its lane. None: one lane per kind.
+        lanes: Which devices share a program and a collective; the lanes' results are then
+            combined on one device. Ranks by lane, such as `((0, 1), (2,))`, or a function that
+            takes a device and returns the name of its lane. None: one lane per kind.
         cadence: Decides how many microbatches each device gets; None: as `config` says.
-        config: Settings as a flat bundle; None for `DDPConfig()`. Each of them can also be
-            set on an object or by an argument here, see `DDPConfig`.
+        config: A flat bundle of settings; None for `DDPConfig()`. Each can also be set on an
+            object or as an argument here, see `DDPConfig`.
         has_aux: Whether `loss_fn` also returns a dict of metrics, each a scalar or one value
-            per example; a window reports their means, weighted like the gradient. Names that
-            it reports itself are refused.
+            per example; a window reports their means, weighted like the gradient. A name that
+            the window itself reports raises an error.
         nonfinite: What to do if a window's gradient is not finite. `"raise"` drops its
             update on all devices and raises `NonFiniteError` from the loop; `"skip"` drops
             it and continues (see `metrics["finite"]` and `train.skipped`); `"ignore"`
@@ -96,16 +96,16 @@ def build_train_step(
             a row, at least 1; None for never.
         trainable: Which parameters are trained: a function `(path, leaf) -> bool` of paths
             such as `"['body']['w']"`, or bools in the structure of the parameters, where one
-            bool may stand for a subtree; None for all. Frozen parameters have no gradient
+            bool may cover a subtree; None for all. Frozen parameters have no gradient
             and no optimizer state, and are not exchanged.
         merge: How the devices' model states are merged: `"mean"` by weight, `"pooled"`
             for pairs of leaves `mean` and `var`, `"max"`, `"first"`, and with `averaging`
             also `"keep"`. One rule for all leaves, a function `(path, leaf) -> rule`, or
             rules in the structure of the model state. None: the mean of floats, the maximum
             of other types.
-        loss_scale: Factor of the loss, by which the gradient is divided again: a number, or a
-            `flax.training.dynamic_scale.DynamicScale`, which is lowered by a non-finite
-            window; such a window is dropped, as under `"skip"`. For float16.
+        loss_scale: Factor by which the loss is multiplied and the gradient divided again: a
+            number, or a `flax.training.dynamic_scale.DynamicScale`. With a dynamic scale, a
+            non-finite window lowers it and is dropped, as under `"skip"`. For float16.
         averaging: None or `MeanGradient(...)`: gradients are combined, as above.
             `ParameterAveraging(...)` or `DiLoCo(...)`: device `d` takes `counts[d]` optimizer
             steps of its own, one per microbatch, then the parameters are averaged.
@@ -115,28 +115,28 @@ def build_train_step(
             the windows.
         exchange: None: devices compute the mean in a collective. `HostExchange(...)`: the
             host computes it, no device waits in a collective, and late devices are left out.
-        max_grad_norm: Clips each device's mean gradient to this global norm before the
-            exchange, with local steps the gradient of each step; above 0, or None. (To clip the
-            combined gradient, put `optax.clip_by_global_norm` into the optimizer.)
+        max_grad_norm: Global norm, above 0, to which each device's mean gradient is clipped
+            before the exchange; with local steps, each step's gradient. None: no clipping.
+            (To clip the combined gradient, put `optax.clip_by_global_norm` into the optimizer.)
         compute_dtype: bfloat16 or float16 (`jnp.bfloat16` or `"bfloat16"`): `loss_fn` gets the
-            float leaves of the parameters and of the batch in this type, while parameters,
-            gradient sums and optimizer keep theirs. None: no conversion.
-        microbatch_split: Runs a microbatch as this many parts of equal size, one after the other,
-            on devices whose memory it does not fit. A number for all devices; `"auto"`, the
-            smallest power of two that fits; or either by kind of device, such as
-            `{"cpu": 4}`, where other kinds run it whole. The result is that of the whole
-            microbatch, up to the order of sums. A loss for which it would not be is an error of
-            `windows`: one that changes the model state (BatchNorm), uses `rng` (dropout), or
-            mixes examples. The last is found by comparing gradients of a few examples, which
-            compiles a program more. None: whole microbatches.
+            float leaves of the parameters and of the batch in this dtype, while parameters,
+            gradient sums and optimizer state keep their own. None: no conversion.
+        microbatch_split: Number of equal parts in which a device runs a microbatch, one after the
+            other, for microbatches that do not fit a device's memory. A number for all devices;
+            `"auto"`, the smallest power of two that fits; or either by kind of device, such as
+            `{"cpu": 4}`, where other kinds run it whole. The result equals that of the whole
+            microbatch, up to the order of sums. `windows` raises an error if it would not:
+            if the loss changes the model state (BatchNorm), uses `rng` (dropout), or mixes
+            examples. The last is detected by comparing gradients of a few examples, which
+            compiles one more program. None: whole microbatches.
         device_loss: Whether `metrics["device_loss"]` is the mean loss of each device over its
-            own microbatches, `(world_size,)`, NaN for a device without work. It takes one small
-            exchange more.
-        verify_every: Compare the replicas bit by bit after every N-th window, N at least 1;
-            None: never in one process, and after every 100th one in a job of several, in which an
-            optimizer may be another one by mistake.
-        timeline: Records the run, a `Timeline`; None: nothing is recorded. With one, every
-            window is timed, so that no exchange on the devices overlaps with the next window.
+            own microbatches, `(world_size,)`, NaN for a device without work. This costs one
+            more small exchange.
+        verify_every: Compare the replicas bit by bit after every N-th window, N at least 1.
+            None: never in one process; every 100th window in a job of several processes, whose
+            optimizers may differ by mistake.
+        timeline: A `Timeline` that records the run; None: nothing is recorded. With a timeline
+            every window is timed, so no exchange on the devices overlaps with the next window.
         emulate: Slows devices down on purpose, see `elche_jax.lab`.
 
     Returns:
@@ -144,10 +144,10 @@ def build_train_step(
 
     Raises:
         TypeError: If `devices` are not devices, or `loss_fn` is not callable.
-        ValueError: If there is no device, a device twice, or none of some process; if an option
-            that all processes must set alike differs, or works in one process only; if `lanes` is
-            no partition of the devices; if something is set in `config`, too; if an option is
-            out of range; if it is called inside `jit`, or under `jax_disable_jit`,
+        ValueError: If `devices` is empty, has duplicates, or has none of some process; if an
+            option that must agree differs between processes, or works in one process only; if
+            `lanes` is not a partition of the devices; if an option is also set in `config`; if an
+            option is out of range; if this is called inside `jit`, or under `jax_disable_jit`,
             `jax_debug_nans` or `jax_debug_infs`.
 
     Examples:
@@ -195,7 +195,7 @@ def build_train_step(
     job = fleet.job
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
-        # fixed windows cannot grow, and only a guard that was asked for may shorten them
+        # fixed windows cannot grow, and only a guard that the user passes may shorten them
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
     # before the default is filled in: no hint if the user chose the cadence
     first = job.at == 0  # the process that records and logs
@@ -235,7 +235,7 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
 def _check_exchange(
     exchange: HostExchange, job: Job, kinds: Sequence[str], lanes: LaneChoice | None
 ) -> None:
-    """Raise if devices would not apply the mean of the host with the same bits; all have to ask."""
+    """Raise if devices would apply the host's mean with different bits; all processes call it."""
     if lanes is not None:
         rule, todo = "be None with an exchange on the host, where no devices meet", "Leave it out."
         raise ValueError(check.message("build_train_step", "lanes", rule, lanes, todo))
@@ -267,7 +267,7 @@ def _chosen(cadence: Cadence[Any] | None, config: DDPConfig) -> list[str]:
 
 
 def _warn_of_knobs(config: DDPConfig, cadence: Cadence[Any], world_size: int) -> None:
-    """Log a line if settings have no effect on these devices."""
+    """Log a warning if settings have no effect on these devices."""
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
     if unused and world_size > 1 and isinstance(cadence, EveryBatch):
         logger.warning(
@@ -286,11 +286,11 @@ def _warn_of_knobs(config: DDPConfig, cadence: Cadence[Any], world_size: int) ->
 
 
 def _with_dynamic_scale(nonfinite: str) -> str:
-    """Return the policy for a dynamic scale, for which dropped windows are no error."""
+    """Return the policy for a dynamic scale, under which a dropped window is not an error."""
     if nonfinite == "ignore":
         raise ValueError(
             "build_train_step: nonfinite must be 'raise' or 'skip' with a dynamic loss_scale, "
             "which is lowered by the windows that are dropped, got 'ignore'."
         )
-    # the scale is found by exceeding the limit, so only many windows in a row are an error
+    # the scale is found by overflowing, so only many dropped windows in a row are an error
     return "skip" if nonfinite == "raise" else nonfinite

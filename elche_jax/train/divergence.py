@@ -18,12 +18,12 @@ class DivergenceReader:
     """Reads the divergence of every completed window.
 
     Attributes:
-        unread: Number and counts of the windows whose metrics arrive with a later window,
-            oldest first; plain numbers for a checkpoint.
+        unread: Number and counts of each window whose metrics arrive with a later window,
+            oldest first; plain numbers, for a checkpoint.
 
     Args:
         devices: The devices, in rank order.
-        pending: By how many windows metrics are late.
+        pending: How many windows late the metrics arrive.
     """
 
     def __init__(self, devices: Sequence[jax.Device], pending: int):
@@ -34,7 +34,7 @@ class DivergenceReader:
         self._ended = False
 
     def end(self) -> None:
-        """Ignore the windows that complete from now on, as another run begins."""
+        """Ignore windows that complete from now on, as a new run begins."""
         self._ended = True
 
     def restore(self, unread: Sequence[Any]) -> None:
@@ -42,20 +42,20 @@ class DivergenceReader:
 
         Args:
             unread: Number and counts of each window, oldest first. Only the last `pending`
-                are kept: a run with fewer windows pending never sees the metrics of the rest.
+                are kept: a run with fewer pending windows never sees the metrics of the rest.
         """
         known = tuple((window, tuple(counts)) for window, counts in unread)
         self.unread = known[-self._pending :] if self._pending else ()
 
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
-        """Return the divergence in a window's metrics; None if they are of no window yet."""
+        """Return the divergence in a window's metrics; None if they belong to no window yet."""
         # replaced, never changed in place: a checkpoint thread may be writing the old tuple
         self.unread = (*self.unread, (plan.window, plan.counts))
         if len(self.unread) <= self._pending:
             return None
         window, *rest = self.unread
         self.unread = tuple(rest)
-        # of the previous run: its windows in flight complete after `init`
+        # this window is of the previous run, whose windows in flight complete after `init`
         if self._ended:
             return None
 
@@ -68,7 +68,7 @@ class DivergenceReader:
 
     def _warn(self, seen: Divergence) -> None:
         largest = max(seen.share)
-        others = sum(count > 0 for count in seen.counts) - 1  # a lone worker has all of it
+        others = sum(count > 0 for count in seen.counts) - 1  # a lone worker has the whole share
         if self._warned or largest <= OWNS or not others:
             return
         self._warned = True
@@ -89,6 +89,6 @@ def divergence_reader(options: Options, devices: Sequence[jax.Device]) -> Diverg
 
 
 def divergence_of(saved: Mapping[str, Any]) -> Divergence:
-    """Return the divergence that `dataclasses.asdict` turned into plain numbers."""
+    """Rebuild a divergence from the plain numbers of `dataclasses.asdict`."""
     values: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
     return Divergence(**values)

@@ -36,7 +36,7 @@ from elche_jax.train.sweep import Sweep
 
 PyTree = Any
 Sums = dict[str, tuple[Any, Any]]
-"""By the name of a metric the sums of weighted values and of weights, in float64."""
+"""By metric name, the sums of weighted values and of weights, in float64."""
 
 
 class EvalStep(Scheduled):
@@ -68,14 +68,15 @@ class EvalStep(Scheduled):
         """Evaluate every example exactly once.
 
         Let `w` be the weight of a value: 1 per example, and for a scalar the number of valid
-        examples in its microbatch. Summed in float32 within one program call and in float64
+        examples in its microbatch. With sums in float32 within one program call and in float64
         over calls and devices,
 
             metric = sum of w * value / sum of w
 
         Speeds decide which examples are in a call, so metrics may differ in their last digits
-        from one evaluation to the next. In a job of several processes, all call it with the same
-        arguments and get the same result, to the bit. Each reads the examples of its own devices.
+        from one evaluation to the next. In a job of several processes, all must make this call
+        with the same arguments, and all get bitwise the same result. Each process reads the
+        examples of its own devices.
 
         Args:
             params: Parameters, a pytree of arrays; or a `TrainState` on these devices,
@@ -98,7 +99,7 @@ class EvalStep(Scheduled):
                 smaller; a `TrainState` on other devices; processes that pass different
                 parameters or data.
             RuntimeError: Another process of the job has raised an error.
-            ProcessLostError: One has ended, and the data cannot be read again.
+            ProcessLostError: Another process has ended, and the data cannot be read again.
         """
         sums: Sums | None = None
         sweep = self._sweep.results(
@@ -185,16 +186,16 @@ def predict(
 
     Programs and measured speeds are cached for the last 8 combinations of function object and
     devices; `clear_predict_cache` drops them. Every call traces the function, and recompiles
-    it if it has changed since the last call, for example if it is a method of an object that
-    was changed or reads a global that was. A function already wrapped in `jax.jit` is not
-    traced again, so changes to it go unnoticed.
+    it if it has changed since the last call, for example because a global that it reads or, for
+    a method, its object has changed. A function already wrapped in `jax.jit` is not traced
+    again, so changes to it go unnoticed.
 
-    In a job of several processes, all call it with the same arguments. Each reads the examples of
-    its own devices, and the outputs are sent to all.
+    In a job of several processes, all must make this call with the same arguments. Each process
+    reads the examples of its own devices and gets all outputs.
 
     Data are not kept, with one exception: if a call fails after it has read the first
     microbatch of an iterator, the next call with the same function and devices starts with that
-    microbatch. For another function, make a new iterator.
+    microbatch. To use a different function, make a new iterator.
 
     Args:
         apply_fn: `apply_fn(params, batch)`, with model state
@@ -212,7 +213,7 @@ def predict(
         emulate: Slows devices down on purpose, see `elche_jax.lab`.
 
     Returns:
-        NumPy arrays, leaves `(examples, ...)`; in every process those of all examples.
+        The outputs of all examples, in every process: NumPy arrays, leaves `(examples, ...)`.
 
     Raises:
         TypeError: `apply_fn` is not callable, or an output does not have one entry per
@@ -220,7 +221,7 @@ def predict(
         ValueError: Empty data; a `TrainState` on other devices; `cadence` follows the loss;
             processes that pass different parameters or data.
         RuntimeError: Another process of the job has raised an error.
-        ProcessLostError: One has ended, and the data cannot be read again.
+        ProcessLostError: Another process has ended, and the data cannot be read again.
 
     Examples:
         >>> import jax, numpy as np
@@ -250,7 +251,7 @@ def predict(
     try:
         with closing(results):  # see EvalStep
             for processes in results:
-                for told in zip(*processes, strict=True):  # a window, in all of them
+                for told in zip(*processes, strict=True):  # one window, from every process
                     examples, _ = told[0]
                     blocks.append(_joined(examples, [part for _, own in told for part in own]))
     finally:
@@ -270,14 +271,14 @@ def clear_predict_cache() -> None:
 
 @dataclass(frozen=True)
 class _Same:
-    """A cache key for a value, which it keeps alive: the id of a dropped object may be reused."""
+    """A cache key that keeps its value alive, as the id of a dropped object may be reused."""
 
     key: Any
     value: Any = field(compare=False)
 
 
 def _same(value: Any) -> _Same:
-    """Return a key that compares by value if that is hashable, else by identity."""
+    """Return a key that compares by value if the value is hashable, else by identity."""
     try:
         hash(value)
     except TypeError:
@@ -286,8 +287,8 @@ def _same(value: Any) -> _Same:
 
 
 def _same_function(value: Any) -> _Same:
-    """Return a key that compares by identity, as equal functions may compute other things."""
-    is_method = isinstance(value, MethodType)  # a new object at every access
+    """Return a key that compares by identity, as equal functions may compute different things."""
+    is_method = isinstance(value, MethodType)  # bound anew at every access
     return _Same((id(value.__self__), id(value.__func__)) if is_method else id(value), value)
 
 
@@ -304,7 +305,7 @@ def _kept_sweep(
 
 
 Part = tuple[int, list[np.ndarray]]
-"""Where in a window a piece begins, and its leaves, `(microbatches, batch, ...)`."""
+"""Where a piece begins in its window, and its leaves, `(microbatches, batch, ...)`."""
 
 
 def _parts(window: Window, calls: list[PyTree]) -> list[Part]:
@@ -320,7 +321,7 @@ def _parts(window: Window, calls: list[PyTree]) -> list[Part]:
             starts = own.pieces()
             for length, piece in zip(piece_lengths(capacity), pieces, strict=True):
                 if length in starts:
-                    # one device's entry of each stacked array, and no other
+                    # fetch only this device's entry of each stacked array
                     rows = [leaf.addressable_data(place) for leaf in jax.tree.leaves(piece)]
                     parts.append((starts[length], [np.asarray(row)[0] for row in rows]))
     return parts
@@ -353,7 +354,7 @@ def _added(sums: Sums, found: Sums) -> Sums:
 
 
 def _mean(total: Any, weight: Any) -> Any:
-    # devices take float32 below 2**-126 for 0, products of such weights and values too
+    # devices flush float32 below 2**-126 to zero, also products of such weights and values
     if 0 < weight < SMALLEST_WEIGHT:
         weight = math.nan
     with np.errstate(invalid="ignore", divide="ignore"):

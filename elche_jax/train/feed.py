@@ -24,12 +24,12 @@ from elche_jax.train.spec import DataPlan
 PyTree = Any
 
 APPROACH = 0.75
-"""Fill level of the largest capacity at which the next one is compiled ahead, unless the cadence's
+"""Fill level of the largest capacity at which a larger one is compiled ahead, unless the cadence's
 largest count is known and fits."""
 
-# enough that finding the speeds compiles nothing
+# large enough that nothing is compiled while speeds are being found
 ROOM = 4
-"""How much larger than the first plan the first capacity is if plans adapt."""
+"""Factor by which the first capacity exceeds the first plan's largest count, if plans adapt."""
 
 
 class Feed:
@@ -63,11 +63,11 @@ class Feed:
         self._grows = not runner.fleet.alone
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
-        # kept by the runner, so that a later call of `windows` compiles nothing anew
+        # kept by the runner, so that a later call of `windows` does not compile again
         self._capacities = runner.capacities.setdefault((settings(), layout), set())
         self._largest = self._largest_capacity()
         self._shapes: dict[int, Payload] = {}  # of payloads, by capacity
-        # the loop loads a window again if a process is lost, while windows are read ahead
+        # after the loss of a process the loop loads a window again, while others are read ahead
         self._lock = Lock()
         self.fleet = runner.fleet
         self.epochs = plan.epochs
@@ -82,7 +82,7 @@ class Feed:
 
         Args:
             cursor: Where in the data to begin.
-            stop: Nothing more is read once it is set.
+            stop: Once set, nothing more is read.
         """
         plan = self._plan
         with _progress.phase("data", cursor.window):
@@ -166,7 +166,7 @@ class Feed:
         return (1 << (fit + 1).bit_length() - 1) - 1  # a capacity is 2**k - 1
 
     def _payload_shape(self, capacity: int) -> Payload:
-        """Return the shapes of a payload; made once, as it is asked for in every window."""
+        """Return the shapes of a payload, cached because every window needs them."""
         if capacity not in self._shapes:
             self._shapes[capacity] = self._new_payload_shape(capacity)
         return self._shapes[capacity]

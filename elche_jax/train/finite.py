@@ -12,8 +12,8 @@ from elche_jax._log import logger
 from elche_jax.cadence import WindowPlan
 
 MAX_SKIPS = 20
-"""Default number of dropped windows in a row that raises: enough for a dynamic loss scale to fall
-from 2**16 to 2**-4."""
+"""Default number of dropped windows in a row that raises an error: enough for a dynamic loss scale
+to fall from 2**16 to 2**-4."""
 
 
 class NonFiniteError(RuntimeError):
@@ -30,7 +30,7 @@ class NonFiniteError(RuntimeError):
         super().__init__(text)
         self.window, self.epoch, self.microbatches = window, epoch, microbatches
 
-    # an exception is unpickled from its message alone, which `__init__` would refuse
+    # by default an exception is unpickled from its message alone, which `__init__` rejects
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.window, self.epoch, self.microbatches)
 
@@ -113,8 +113,8 @@ class FiniteWatch:
     Attributes:
         skipped: Windows so far whose update was dropped, or whose average left out a device
             that was not finite.
-        left_out: Windows per device in which it was not finite (counted under averaging, and
-            for windows that raised an error) or whose average left it out as late.
+        left_out: For each device, the number of windows in which it was not finite (counted
+            under averaging, and for windows that raised an error) or was left out as late.
         in_a_row: Windows that were not finite since the last finite one.
         event: Reason for a skipped window, for the timeline.
 
@@ -144,8 +144,8 @@ class FiniteWatch:
         Args:
             plan: The window.
             finite: Whether it was finite.
-            own: For each device, whether its own sums were finite; an array on the devices,
-                which is read only if needed.
+            own: For each device, whether its own sums were finite; an array on the devices that
+                is read only if needed.
         """
         if finite or not self._policy.drops:
             self.in_a_row = 0
@@ -184,7 +184,7 @@ class FiniteWatch:
     def _culprits(self, plan: WindowPlan, own: Any) -> dict[int, range]:
         """Count and return the ranks that were not finite, with their microbatches."""
         ends = np.cumsum(plan.counts) + plan.first
-        # a device at rest says what the lead says
+        # the entry of a device at rest is a copy of the lead's
         ranks = [rank for rank in np.flatnonzero(~np.asarray(own)).tolist() if plan.counts[rank]]
         for rank in ranks:
             self.left_out[rank] += 1

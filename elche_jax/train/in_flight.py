@@ -1,4 +1,4 @@
-"""A window with its data on the devices, and the same while it is dispatched and runs."""
+"""A window with its data on the devices, and what is known of it while it runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from elche_jax.engine.timing import WindowTimes
 
 
 class Run:
-    """What the windows of one call of `windows` have in common: their training step knows it."""
+    """Identity that the windows of one `windows` call share, by which a step recognises its own."""
 
     __slots__ = ("__weakref__",)
 
@@ -58,7 +58,7 @@ class Window:
 
 @dataclass
 class InFlight:
-    """A window that is being dispatched, or was dispatched and is not complete.
+    """A window that is being dispatched, or is dispatched and not yet complete.
 
     The loop fills in what the programs return; after that the watcher threads only read it.
 
@@ -67,18 +67,18 @@ class InFlight:
         requested: When the loop asked for it, in seconds of `time.perf_counter`.
         launch: Its dispatch.
         cold: Whether its programs run for the first time.
-        token: Stacked; entry `d` is ready when device `d` is done, and says whether that
-            device's own sums are finite.
+        token: A stacked array whose entry `d` is ready when device `d` is done, and says whether
+            that device's own sums are finite.
         finite: Whether the window is finite, a bool or one per device; on the devices.
-        sums: Checksums of the state after it, or None.
+        sums: Checksums of the state after the window, or None.
         metrics: The window's metrics, on the devices, never donated.
         steady: Whether nothing was compiled for it.
         timed: Whether the devices' own times will be known.
-        tells: The window before, which this one's exchange tells the other processes of; None
+        tells: The previous window, which this one's exchange reports to the other processes; None
             unless windows are pending.
-        rows: What this process tells of it then, see `elche_jax.train.telling.measured_rows`; None
-            before it is complete.
-        known: What all processes know of it: fields of its record.
+        rows: What this process reports of this window in the next one's exchange, see
+            `elche_jax.train.telling.measured_rows`; None until it is complete.
+        known: Fields of its record that all processes know.
         again: The window without its data, to be trained again if it is lost.
     """
 
@@ -98,7 +98,7 @@ class InFlight:
     again: Window | None = None
 
     def averaged(self, outcome: Outcome) -> "InFlight":
-        """Return the window with what an exchange on the host made of it."""
+        """Return the window with the results of its exchange on the host."""
         average = outcome.average
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""The initial training state, its shapes, and the checks of what it is made from."""
+"""The initial training state, its shapes, and checks of the arguments it is made from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +32,11 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Specification of the state that `TrainStep.init` made.
+    """Specification of the state made by `TrainStep.init`.
 
     Attributes:
         shapes: Shapes of the stacked state.
-        key_impl: Name of the PRNG implementation of its key.
+        key_impl: Name of the PRNG implementation of the state's key.
         selection: Which parameters are trained.
         merge: How model state is merged.
     """
@@ -84,7 +84,7 @@ def initial_state(
 ) -> tuple[TrainState, StateSpec]:
     """Return the replicated state before the first window, and its specification.
 
-    The arguments are checked, and that they are alike in all processes; see `TrainStep.init`.
+    Checks the arguments, and that they are the same in all processes; see `TrainStep.init`.
     """
     selection, merge = check_init(options, params, model_state)
     key = as_key(rng)
@@ -95,7 +95,7 @@ def initial_state(
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
-    zero: Any = np.int32(0)  # a transfer guard lets pass only what is put on devices explicitly
+    zero: Any = np.int32(0)  # a transfer guard allows explicit transfers only
     state = TrainState(
         params=params,
         opt_state=optimizer_state(optimizer, trained),
@@ -107,7 +107,7 @@ def initial_state(
         loss_scale=options.loss_scale,
         averaging=initial_averaging(options, trained, merge, model_state),
     )
-    # copies: windows donate the state, and the caller's arrays must survive
+    # copies, as windows donate the state and the caller's arrays must survive
     rule = GradientRule if options.averaging is None else LocalRule
     rest, held = rule.split_lead(state)
     state = rule.join_lead(replicate_over(fleet, rest), hold_over(fleet, held))
@@ -138,7 +138,7 @@ def initial_averaging(
         sums = [jnp.asarray(leaf, wide_dtype(leaf)) for leaf in leaves]
         outer = (optimizer_state(rule.outer, [sums[i] for i in part], OUTER) for part in parts)
         state = state.replace(outer=tuple(outer))
-    # kept on any number of devices and with a host exchange, so that a checkpoint can move there
+    # kept on any number of devices and with a host exchange, so that checkpoints can move there
     if rule is not None and (len(parts) > 1 or options.may_be_late):
         state = state.replace(base=leaves, steps=np.zeros((len(parts),), np.float32))
     if options.rule.compression == "int8":
@@ -148,12 +148,12 @@ def initial_averaging(
     unchanged = merge.sent.unchanged(state.merged)
     none = PendingUpdate(zeros, np.float32(0), np.bool_(True), unchanged)
     state = state.replace(pending=(none,) * options.rule.delay)
-    # an outer optimizer's state is needed even without leaves, as that of plain SGD
+    # an outer optimizer's state is needed even if it has no leaves, like that of plain SGD
     return state if state.outer or jax.tree.leaves(state) else None
 
 
 def check_params(trained: PyTree, frozen: PyTree) -> None:
-    """Raise if a trained parameter is not a float array, or a frozen one not an array."""
+    """Raise if a trained parameter is not a float array, or a frozen one is not an array."""
     for name, leaf in named(frozen, "params"):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
@@ -173,7 +173,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
 
 
 def check_one_copy(where: str, **trees: PyTree) -> None:
-    """Raise if arrays of arguments are masked, or stacked over devices like those of a state."""
+    """Raise if arrays in arguments are masked, or stacked over devices like those of a state."""
     for argument, tree in trees.items():
         for path, leaf in named_leaves(where, argument, tree):
             check_plain(path, leaf, f"{where}: {argument}")
@@ -187,18 +187,18 @@ def check_one_copy(where: str, **trees: PyTree) -> None:
 
 
 MOVED = "elche_jax.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices)"
-"""Moves a stacked state, of the host or of any devices, onto those of a training step."""
+"""How to move a stacked state, on the host or any devices, onto those of a training step."""
 
 REPLACED = "What you replace in it goes to every device: elche_jax.replicate(value, train.devices)."
-"""How to set a learning rate, for example."""
+"""How to set a learning rate in the state, for example."""
 
 
 def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseException) -> None:
-    """Raise what is wrong with a state with which a window failed, if anything is.
+    """Raise an error that explains why a window failed, if its state is to blame.
 
     Args:
         state: The state.
-        like: The shapes of the one that `init` made.
+        like: The shapes of the state that `init` made.
         fleet: The devices of the training step.
         cause: The error.
     """
@@ -213,9 +213,9 @@ def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseExcept
 
 
 def _check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
-    """Raise if a state is not on the devices of a training step, in this order.
+    """Raise if a state is not on the devices of a training step, in the same order.
 
-    States of other lanes are taken over lanes, but not in one lane.
+    A fleet of several lanes accepts a state of other lanes; a single lane does not.
     """
     for path, leaf in named_leaves("train", "state", state):
         if isinstance(leaf, LeadArray):
@@ -232,7 +232,7 @@ def _check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
 
 
 def check_digits(like: TrainState) -> None:
-    """Raise if a state has a dtype that JAX does not compute with at present."""
+    """Raise if a state has a dtype that JAX does not have enabled at present."""
     for name, leaf in named(like):
         if jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True) != leaf.dtype:
             rule, got = "have a dtype that JAX has on", f"{leaf.dtype} in leaf {name}"
@@ -241,7 +241,7 @@ def check_digits(like: TrainState) -> None:
 
 
 def check_model_state(model_state: PyTree) -> None:
-    """Raise if a leaf of the model state cannot be merged for its dtype, or would overflow."""
+    """Raise if the dtype of a model state leaf cannot be merged, or its integers would overflow."""
     for name, leaf in named(model_state, "model_state"):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         if is_real(array):
@@ -269,9 +269,9 @@ def optimizer_state(
     """Return the state of an optimizer for these parameters.
 
     Raises:
-        TypeError: `init` or an update fails on them, or an update changes the structure, shapes or
-            dtypes of the state. Any exception of the optimizer becomes an error that says how it
-            is called.
+        TypeError: `init` or `update` fails on them, or `update` changes the structure, shapes or
+            dtypes of the state. Any exception of the optimizer becomes an error that explains how
+            the optimizer is called.
     """
 
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
@@ -300,15 +300,15 @@ def optimizer_state(
 
 
 def _instead(error: Exception) -> str:
-    """Return what to pass instead of an optimizer that cannot be called like the others."""
-    # optax.lookahead reads these attributes of its LookaheadParams, which are no parameters either
+    """Return advice on what to pass instead of an optimizer that cannot be called as usual."""
+    # optax.lookahead reads these attributes of its LookaheadParams, which plain params lack
     if getattr(error, "name", None) in ("fast", "slow") or "LookaheadParams" in str(error):
         return (
             " For Lookahead write averaging=DiLoCo(optax.sgd(slow_step_size), "
             "inner_steps=sync_period)."
         )
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-        # optax.contrib.sam says that it takes extra arguments, but names the ones it knows
+        # optax.contrib.sam claims to take extra arguments, but accepts only those it names
         return (
             " If it needs none of the keywords, pass optax.GradientTransformation(it.init, "
             "lambda grads, state, params=None: it.update(grads, state, params))."
@@ -319,11 +319,11 @@ def _instead(error: Exception) -> str:
 def check_buffers(state: Any, where: str = "train") -> None:
     """Raise if a state's buffers cannot be donated to a program.
 
-    JAX's own errors about deleted or twice donated buffers are hard to read, and with several
-    devices they end the process.
+    JAX's own errors about deleted or twice donated buffers are hard to read, and end the process
+    if there are several devices.
     """
     arrays = jax.tree.leaves(state)
-    kinds = set(map(type, arrays))  # once per window: isinstance per type, not per leaf
+    kinds = set(map(type, arrays))  # runs in every window: check per type, not per leaf
     if not isinstance(state, TrainState) or not all(
         issubclass(kind, StackedArray) for kind in kinds
     ):
@@ -353,10 +353,10 @@ def check_buffers(state: Any, where: str = "train") -> None:
 
 
 def as_key(rng: Any, where: str = "TrainStep.init") -> jax.Array:
-    """Return a typed key, given a seed, a raw key or a typed key; `where` is for the error."""
+    """Return a typed key from a seed, a raw key or a typed key; `where` is for messages."""
     key: jax.Array
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
-        # jax.random.key accepts larger seeds, but without 64-bit types drops the upper half
+        # jax.random.key accepts larger seeds, but drops the upper half without 64-bit types
         return jax.random.key(check.integer(where, "rng", rng, low=0, high=2**32 - 1))
     if isinstance(rng, jax.Array) and is_key(rng):
         key = rng

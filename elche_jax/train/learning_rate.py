@@ -49,10 +49,10 @@ def schedule_by_work(
 
     The training step passes the work to the optimizer's update as `microbatches=` and
     `examples=`, int32 scalars, which stay at 2**31 - 1 (microbatches up to 2**32). A wrapper
-    around the optimizer must pass them on, as `optax.chain`, `masked`, `partition`,
-    `apply_if_finite` and `contrib.schedule_free` do, and an `optax.MultiSteps` that is the
-    optimizer of a training step. Its `gradient_transformation()`, `lookahead` and
-    `contrib.split_real_and_imaginary` do not: put them inside,
+    around the optimizer must pass them on. `optax.chain`, `masked`, `partition`,
+    `apply_if_finite` and `contrib.schedule_free` do, and so does an `optax.MultiSteps` that is
+    the optimizer of a training step. `MultiSteps.gradient_transformation()`, `lookahead` and
+    `contrib.split_real_and_imaginary` do not; put them inside:
 
         schedule_by_work(
             lambda learning_rate: optax.MultiSteps(
@@ -60,7 +60,7 @@ def schedule_by_work(
             ).gradient_transformation()
         )(learning_rate=schedule)
 
-    The outer optimizer of `DiLoCo` is not told the work: its schedules count exchanges.
+    The outer optimizer of `DiLoCo` does not get the work, so its schedules count exchanges.
 
     Args:
         factory: Makes the optimizer, for instance `optax.adamw`.
@@ -72,12 +72,12 @@ def schedule_by_work(
     Returns:
         A function that takes the arguments of `factory`, each of which may be a
         schedule, and returns the optimizer. The optimizer's `update` raises `TypeError`
-        where it has a schedule and was not given the work; its `init` where a schedule
-        does not return one number.
+        if it has a schedule but is not given the work; its `init` does if a schedule does
+        not return one number.
 
     Raises:
         TypeError: `factory` is not callable, takes `*args` or `**kwargs`, or has no signature;
-            `static_args` are no names.
+            `static_args` are not names.
         ValueError: `unit` is unknown; `factory` has no argument named in `static_args`.
 
     Examples:
@@ -133,11 +133,11 @@ def schedule_by_work(
 
 
 def _signature(factory: Callable[..., Any]) -> inspect.Signature:
-    """Return the arguments of an optimizer's factory, which must have names."""
+    """Return the signature of an optimizer's factory, whose arguments must all have names."""
     unnamed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # a function of C may have none
+    except ValueError:  # a C function may have no signature
         got = check.describe(factory)
     else:
         if not unnamed & {parameter.kind for parameter in signature.parameters.values()}:
@@ -168,8 +168,8 @@ class _ByWork:
     schedule: Callable[[Any], Any]
     unit: str
 
-    # these methods make it a StatefulSchedule: optax gives a plain schedule the number of
-    # updates, and no extra arguments
+    # these methods make it a StatefulSchedule: optax passes a plain schedule the number of
+    # updates and no extra arguments
     def init(self) -> tuple[()]:
         return ()
 
@@ -265,11 +265,12 @@ def scale_learning_rate(
     which optax also multiplies by the learning rate, grows with it, exactly as with a
     larger `learning_rate`.
 
-    It does not if something follows the learning rate, or the optimizer uses the rate in
-    another way: `weight_decay_rate` of `optax.adafactor` is multiplied, which a larger rate
-    would not do, and clipping at the end of a chain, `optax.fromage`,
-    `optax.contrib.schedule_free` and `optax.contrib.dadapt_adamw` differ too. Pass the
-    learning rate times `learning_rate_factor` to those.
+    The two differ if something follows the learning rate in the chain, or if the optimizer
+    uses the rate in another way. For example, the factor here multiplies the
+    `weight_decay_rate` of `optax.adafactor`, whereas a larger rate does not. Clipping at the
+    end of a chain, `optax.fromage`, `optax.contrib.schedule_free` and
+    `optax.contrib.dadapt_adamw` differ too. Pass the learning rate times
+    `learning_rate_factor` to those.
 
     The state is that of the chain: `opt_state[0]` is the optimizer's, and a learning rate
     read there does not include the factor.

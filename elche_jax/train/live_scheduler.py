@@ -1,7 +1,7 @@
-"""The scheduler of a live run: takes measured windows, keeps records, returns plans.
+"""The scheduler of a live run: it takes measured windows, keeps records and returns plans.
 
 This is the only place where the cadence's state changes. The prefetch thread asks for plans,
-watcher threads report windows, and the user reads.
+watcher threads report windows, and the user's thread reads.
 """
 
 import threading
@@ -47,11 +47,11 @@ RECORDS_KEPT = 1024
 """Windows kept in the records, and thus covered by a report."""
 
 KEPT = MOST + 16
-"""Windows after which the state is kept, more than are planned ahead: with a delay on the host one
-more than it has windows."""
+"""Number of windows whose resulting state is kept. It exceeds the number of windows planned ahead,
+which with a delay on the host is one more than the delay."""
 
 PER_DEVICE = ("counts", "next_counts", "ms_per_batch", "throughput", "ratios", "runs")
-"""Fields of the states of cadences, and of the shift detector, with a number for each device."""
+"""Fields with one number per device, in the states of cadences and of the shift detector."""
 
 HINT_AFTER = 20
 """Steady windows before an imbalance is worth a hint."""
@@ -79,7 +79,7 @@ class LiveScheduler:
             cadence does not balance them.
         timeline: Records every window; or None.
         owner: Class that `cadence_state` belongs to, for messages.
-        worth: Tells if a lane costs more than it gives; or None.
+        worth: Detects lanes that cost more than they gain; or None.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class LiveScheduler:
         owner: str = "TrainStep",
         worth: LaneWorth | None = None,
     ):
-        # guards the records and the history, but a single number is read without it
+        # guards the records and the history; single numbers are read without it
         self._lock = threading.Lock()
-        # held while a new state is computed from the old one. Reentrant and apart from the lock:
-        # a user's guard or cadence that runs meanwhile may read the scheduler. Reading the state
-        # needs no lock, as it is one reference to an immutable value.
+        # Held while a new state is computed from the old one. It is reentrant and separate from
+        # the lock, as a user's guard or cadence may read the scheduler meanwhile. Reading the
+        # state needs no lock, as it is one reference to an immutable value.
         self._observing = threading.RLock()
         self._controller, self.cadence = controller, controller.cadence
         self._state = controller.init(world_size)
@@ -109,7 +109,7 @@ class LiveScheduler:
         self._epochs = timeline if isinstance(timeline, EpochRecorder) else None
         self._recorded_verdict = STABLE
         self._where = f"{owner}.cadence_state"
-        # by window, the state after what became known with it: processes plan from the same one
+        # by window, the state after all that became known with it; processes plan from the same
         self._after: dict[int, ControllerState] = {}
         self._before = self._state
 
@@ -153,7 +153,7 @@ class LiveScheduler:
         """Return whether plans already follow from measured speeds, or never will.
 
         Args:
-            after: Number of the last window that counts; None for all.
+            after: Number of the last window to take into account; None for all windows.
         """
         if self._world_size == 1 or not self.cadence.adaptive:
             return True
@@ -211,23 +211,23 @@ class LiveScheduler:
             for name in PER_DEVICE:  # a user's state may have other fields
                 if isinstance(fields.get(name), tuple):
                     self._check_numbers(name, fields[name])
-        # `knows` then looks for speeds in the state, as a saved one may have none
+        # with told=False `knows` looks for speeds in the state, as a saved one may have none
         with self._observing:
             restored = replace(self._state, schedule=state, told=False)
             self._state = self._before = self._controller.begin(restored)
             self._after.clear()
 
     def believe(self, rates: Sequence[float | None]) -> bool:
-        """Begin with the speeds that devices are believed to have, until they are measured.
+        """Begin with the speeds that devices are assumed to have, until they are measured.
 
         Args:
             rates: Microbatches per second, None if unknown, by rank.
 
         Returns:
-            Whether the cadence has made use of them.
+            Whether the cadence uses them.
         """
         cadence, state = self.cadence, self._state.schedule
-        # a report without a loss, or one window more, would mean something else to some
+        # cadences that follow the loss or count windows would misread this report
         uses = cadence.estimates and not (cadence.uses_loss or cadence.counts_windows)
         if not uses or len(rates) < 2 or not any(rates):
             return False
@@ -287,19 +287,19 @@ class LiveScheduler:
 
         Args:
             window: The window.
-            after: Number of the last window that counts, with all that became known with it;
-                None for all.
+            after: Number of the last window to take into account, with all that became known
+                with it; None for all windows.
             late: Ranks of late devices, which get no work until they deliver.
         """
         counts = self._controller.plan(self._state_after(after), window)
         if self.cadence.scripted:  # the recording decides
             return counts
         left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
-        # counts of 0 only are no plan: then late devices keep theirs
+        # counts that are all 0 are not a plan, so late devices then keep theirs
         return left if any(left) else counts
 
     def _state_after(self, window: int | None) -> ControllerState:
-        """Return the state after the record of a window, or of the last one before it."""
+        """Return the state after what became known with a window, or the last one before it."""
         if window is None:
             return self._state
         known = [number for number in list(self._after) if number <= window]
@@ -316,7 +316,7 @@ class LiveScheduler:
             exchange: Bytes that each device exchanges per window.
             frozen: Bytes that frozen parameters save.
         """
-        with self._observing:  # what is known now counts, whatever the windows' numbers
+        with self._observing:  # all that is known now counts, whatever the windows' numbers
             self._before, self._after = self._state, {}
         if self.timeline is not None:
             self.timeline.add(
@@ -331,13 +331,13 @@ class LiveScheduler:
             self.timeline.add(CompileEvent, program=key[0], seconds=seconds, ahead=ahead)
 
     def on_lost(self, ranks: Sequence[int]) -> None:
-        """Plan without devices from now on; what follows from earlier windows stays as it is."""
+        """Plan without these devices from now on; states after earlier windows stay the same."""
         with self._observing:
             self._state = self._controller.without(self._state, ranks)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks of the devices that plans do without."""
+        """Ranks of the devices that plans leave out because they are lost."""
         return self._state.lost
 
     def on_dispatch(self, plan: WindowPlan) -> None:
@@ -367,9 +367,9 @@ class LiveScheduler:
 
         Args:
             record: The window.
-            at: Number of the window with which it became known; None for its own.
+            at: Number of the window with which the record became known; None for its own.
         """
-        with self._observing:  # held here too: a restart must not come between the two
+        with self._observing:  # held here too: no restart between update and record
             before, state = self._update(record, at)
             with self._lock:
                 self._records.append(record)
@@ -390,7 +390,7 @@ class LiveScheduler:
             self._record_changes(self.timeline, record, before, state)
 
     def observe_late(self, record: WindowRecord) -> None:
-        """Update the state with a completed window's times that were not known in time."""
+        """Update the state with the times of a completed window that became known late."""
         if record.steady:
             self._update(record, observe=self._controller.learn)
 
@@ -418,7 +418,7 @@ class LiveScheduler:
         where = {"window": record.window, "epoch": record.epoch}
         verdict = state.verdict
         if record.divergence is not None:
-            # every *nudge down*, as each has an effect of its own; other verdicts if they change
+            # every *nudge down*, as each has its own effect; other verdicts only if they change
             if verdict.action == "nudge_down" or verdict != self._recorded_verdict:
                 factor = verdict.factor or 1.0
                 timeline.add(VerdictEvent, **where, action=verdict.action, factor=factor)
@@ -430,7 +430,7 @@ class LiveScheduler:
             timeline.add(AnchorEvent, **where, before=old, anchor=anchor)
 
     def _idle_to_hint_at(self) -> float | None:
-        """Return the share of the machine that idles, once it is known to be worth a hint."""
+        """Return the idle share of the machine once it is worth a hint, else None."""
         steady = [record for record in self._records if record.steady]
         if len(steady) < HINT_AFTER:
             return None
@@ -441,7 +441,7 @@ class LiveScheduler:
 
 
 class Scheduled:
-    """What a training step and an evaluation step show of their scheduler."""
+    """The part of its scheduler that a training or evaluation step exposes."""
 
     _scheduler: LiveScheduler
 
@@ -465,7 +465,7 @@ class Scheduled:
 
         Raises:
             TypeError: The value is neither.
-            ValueError: The state is of another cadence or number of devices.
+            ValueError: The state is of a different cadence or number of devices.
         """
         return self._scheduler.state
 
@@ -475,6 +475,6 @@ class Scheduled:
 
     @property
     def records(self) -> list[WindowRecord]:
-        """Measurements of the last 1024 windows, oldest first; of an `EvalStep` those of the last
+        """Measurements of the last 1024 windows, oldest first; for an `EvalStep`, of the last
         evaluation."""
         return self._scheduler.records

@@ -25,7 +25,7 @@ WINDOW_BYTES = 256 * 2**20
 
 
 class Loading:
-    """Opens data for one set of devices; keeps the last resident data there.
+    """Opens data for one set of devices, and keeps the last resident data on them.
 
     Args:
         fleet: The devices.
@@ -51,7 +51,7 @@ class Loading:
         shuffle: bool = False,
         drop_last: bool = False,
     ) -> DataPlan:
-        """Check the data and how they are to be read, see `TrainStep.windows`.
+        """Check the data and how to read them, see `TrainStep.windows`.
 
         Args:
             where: The function the user called, for messages.
@@ -63,7 +63,7 @@ class Loading:
             epochs: Number of epochs; None for no end.
             seed: Seed of the order.
             shuffle: False keeps the order of the data.
-            drop_last: Leave out a last microbatch that is smaller.
+            drop_last: Leave out the last microbatch if it is smaller.
         """
         seed = check.integer(where, "seed", seed, low=0, high=2**64 - 1)
         window_bytes = check.integer(where, "window_bytes", window_bytes, low=1)
@@ -78,7 +78,7 @@ class Loading:
         check_mask_key(mask_key, shapes)
         place = choose_placement(placement, source, free_bytes(self._fleet.devices))
         if placement == "auto" and self._kept(source) is not None:
-            place = "resident"  # the free memory does not count the copy that is there already
+            place = "resident"  # the free memory excludes the copy that is already there
         plan = DataPlan(
             source, size, epochs, seed, shuffle, drop_last, mask_key, place, window_bytes, shapes
         )
@@ -95,7 +95,7 @@ class Loading:
         return Feed(plan, Placer(self._fleet), runner, resident, cadence)
 
     def release(self) -> None:
-        """Drop the data on the devices, and an iterator that has been read."""
+        """Drop the data on the devices, and an iterator that an epoch has begun to read."""
         self._resident = None
         if self._unread is not None and not self._unread.peeked:
             self._unread = None
@@ -103,7 +103,7 @@ class Loading:
     def _source(self, data: Any) -> Source:
         """Return the data as a source.
 
-        Shapes are learned from the first item of an iterator. If the call fails after that,
+        The shapes of an iterator are read from its first item. If the call fails after that,
         the next call with the same iterator must still get this item.
         """
         unread, self._unread = self._unread, None
@@ -125,7 +125,7 @@ class Loading:
         for leaf in leaves:
             check_fits(leaf)
         placed = replicate_over(self._fleet, source.tree)
-        # NumPy arrays may change in place between two calls, JAX arrays cannot
+        # NumPy arrays may change in place between two calls; JAX arrays cannot
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._resident = (source.tree, placed)
         return placed

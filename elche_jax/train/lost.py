@@ -1,4 +1,4 @@
-"""What becomes of windows when a process of the job ends: the devices that are left take over."""
+"""Hands windows over to the devices that are left when a process of the job ends."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -13,11 +13,11 @@ from elche_jax.train.planning import Planning, R
 
 
 class TakeOver(Planning[R]):
-    """Gives the work of devices that are lost to those that are left.
+    """Gives the work of lost devices to those that are left.
 
-    A window is a range of microbatches, whoever computes them. One whose exchange was lost, and
-    those that were planned before, keep their ranges: every example is used once, and all
-    processes go on alike. Later windows are planned for the devices that are left.
+    A window is a range of microbatches, no matter which devices compute them. Windows whose
+    exchange was lost, and those already planned, keep their ranges, so every example is used once
+    and all processes continue alike. Later windows are planned for the devices that are left.
     """
 
     def shared(self, window: Window) -> Window:
@@ -28,7 +28,7 @@ class TakeOver(Planning[R]):
         return replace(window, plan=plan, calls=calls)
 
     def ended(self, window: int) -> ProcessLostError:
-        """Return the error that a window and those after it are lost, and their loop has ended."""
+        """Return the error for losing a window and those after it once their loop has ended."""
         return self._loss_error(window, "their loop has ended")
 
     def _loss_error(
@@ -41,11 +41,11 @@ class TakeOver(Planning[R]):
 
     @property
     def _newly_lost(self) -> list[int]:
-        """Ranks of the devices that are lost and that are still planned for."""
+        """Ranks of lost devices that plans still include."""
         return [rank for rank in self._job.members.lost if rank not in self._scheduler.lost]
 
     def _shared_out(self, plan: WindowPlan) -> tuple[WindowPlan, tuple[Call, ...]]:
-        """Return a window's plan without work for devices that are lost, and its data."""
+        """Return a window's plan without work for lost devices, and the calls with its data."""
         counts, lost = plan.counts, self._scheduler.lost
         if any(counts[rank] for rank in lost):
             counts = taken_over(counts, lost)
@@ -54,15 +54,15 @@ class TakeOver(Planning[R]):
         return replace(plan, counts=counts, examples=examples), calls
 
     def lose(self, window: int, where: str = "train", again: bool = True) -> bool:
-        """Plan without devices that were lost since the last call; return whether any was.
+        """Plan without devices lost since the last call; return whether there were any.
 
         Args:
             window: Number of the window that was not complete, for the message.
             where: The function the user called, for messages.
-            again: Whether data have to be read again.
+            again: Whether the data must be read again.
 
         Raises:
-            ProcessLostError: If they cannot, or a recording is replayed.
+            ProcessLostError: If the data cannot be read again, or a recording is replayed.
         """
         members, ranks = self._job.members, self._newly_lost
         if not ranks:
@@ -83,12 +83,12 @@ class TakeOver(Planning[R]):
 def _loss_of(
     members: Members, ranks: Sequence[int], window: int, where: str = "train"
 ) -> tuple[str, list[int]]:
-    """Return the message that processes with devices of these ranks were lost, and which.
+    """Return the message for the loss of the processes of these devices, and their indices.
 
     Args:
-        members: The processes that are left.
+        members: The live processes.
         ranks: Ranks of the devices that were lost.
-        window: Number of the window that was to run.
+        window: Number of the window that was not complete.
         where: The function the user called.
     """
     processes = sorted({members.devices[rank].process_index for rank in ranks})
@@ -103,14 +103,14 @@ def _loss_of(
 
 
 def taken_over(counts: Sequence[int], lost: Collection[int]) -> tuple[int, ...]:
-    """Return the counts of a window in which the devices that are left run what others would have.
+    """Return a window's counts after the devices that are left take over the work of lost ones.
 
-    They share it in proportion to their own counts, which follow their speeds; alike if none of
-    them had work.
+    They share the work in proportion to their own counts, which follow their speeds, or equally
+    if all of those are 0.
 
     Args:
         counts: Microbatches per device.
-        lost: Ranks of the devices that are lost, not all of them.
+        lost: Ranks of the lost devices; must not be all devices.
 
     Examples:
         >>> taken_over((4, 2, 6), lost=[2])
@@ -120,7 +120,7 @@ def taken_over(counts: Sequence[int], lost: Collection[int]) -> tuple[int, ...]:
     """
     left = [rank for rank in range(len(counts)) if rank not in lost]
     own = [counts[rank] for rank in left]
-    # a device without work beside others that have some stays without
+    # a device without work stays without, unless all that are left have none
     working = [rank for rank, count in zip(left, own, strict=True) if count or not any(own)]
     times = [1.0 / max(1, counts[rank]) for rank in working]
     shares = dict(zip(working, apportion(sum(counts), times), strict=True))

@@ -24,7 +24,7 @@ from elche_jax.train.split_check import LossCall, check_shapes, check_values
 PyTree = Any
 
 Parts = int | Literal["auto"]
-"""A number of parts, or as many as the memory of the devices needs."""
+"""A number of parts, or `"auto"` for as many as the devices' memory requires."""
 
 MicrobatchSplit = Parts | Mapping[str, Parts]
 """Parts of a microbatch, on all devices or by kind of device."""
@@ -33,8 +33,7 @@ MicrobatchSplit = Parts | Mapping[str, Parts]
 def checked_split(
     where: str, split: MicrobatchSplit | None, kinds: Sequence[str]
 ) -> dict[str, Parts]:
-    """Return in how many parts each kind of device runs a microbatch; kinds that run it whole are
-    left out.
+    """Return the parts of a microbatch by kind of device, without kinds that run it whole.
 
     Args:
         where: The function the user called, for messages.
@@ -42,8 +41,8 @@ def checked_split(
         kinds: The kind of every device.
 
     Raises:
-        TypeError: If it is of another type.
-        ValueError: If a number is below 1, or there is no such kind.
+        TypeError: If `split` has the wrong type.
+        ValueError: If a number is below 1, or no device is of a kind that `split` names.
 
     Examples:
         >>> checked_split("build_train_step", {"cpu": 4}, ["NVIDIA L4", "cpu", "cpu"])
@@ -74,7 +73,7 @@ def _checked_parts(where: str, argument: str, parts: Any) -> Parts:
 
 
 class Splitter:
-    """Finds in how many parts the devices of each lane run a microbatch.
+    """Finds the number of parts in which the devices of each lane run a microbatch.
 
     Args:
         fleet: The devices.
@@ -88,7 +87,7 @@ class Splitter:
         self._known: dict[Hashable, tuple[int, ...]] = {}
 
     def begin(self, params: PyTree, model_state: PyTree) -> None:
-        """Keep the initial parameters on the host, as losses are checked with them."""
+        """Keep the initial parameters and model state on the host, to check losses with them."""
         if self._split:
             self._start = jax.device_get((params, model_state))
 
@@ -100,13 +99,14 @@ class Splitter:
 
         Args:
             call: The loss.
-            kind: What tells it from the losses of other runs.
-            rule: Returns the rule of its windows.
+            kind: Key that tells this loss from those of other runs.
+            rule: Returns the rule of the run's windows.
             one: Shapes of one device's state.
             plan: The data.
 
         Raises:
-            ValueError: If microbatches cannot be divided so, or the parts would not add up.
+            ValueError: If a microbatch cannot be divided into that many parts, or the parts would
+                not add up to the whole.
         """
         lanes = self._fleet.in_lanes()
         if not self._split:
@@ -128,7 +128,7 @@ class Splitter:
         return self._known[key]
 
     def _fitting(self, kind: str, rule: Rule, one: TrainState, plan: DataPlan) -> int:
-        """Return the smallest power of two of parts that fit the memory of a kind of device."""
+        """Return the number of parts, the smallest power of two that fits the memory of a kind."""
         devices = [d for d, name in zip(self._fleet.devices, self._kinds, strict=True)
                    if name == kind]  # fmt: skip
         free, whole, split = free_bytes(devices), None, 1
@@ -154,7 +154,7 @@ class Splitter:
         return split
 
     def _devices(self, splits: Sequence[int]) -> list[jax.Device]:
-        """Return the devices on which to check a loss: first fast ones that run it whole."""
+        """Return the devices on which to check a loss, accelerators that run it whole first."""
         lanes = zip(self._fleet.in_lanes(), splits, strict=True)
         firsts = [(lane.devices[0], split > 1) for lane, split in lanes]
         firsts.sort(key=lambda item: (item[0].platform == "cpu", item[1]))
@@ -166,7 +166,7 @@ class Splitter:
 
 
 def _checked_size(kind: str, split: int, size: int) -> int:
-    """Return the number of parts if a microbatch can be divided into them."""
+    """Return the number of parts; raise if a microbatch cannot be divided into that many."""
     if size % split:
         rule = f"be a multiple of {split}, the parts that {kind} runs (microbatch_split)"
         raise ValueError(check.message("windows", "batch_size", rule, size))
@@ -174,10 +174,10 @@ def _checked_size(kind: str, split: int, size: int) -> int:
 
 
 def _needed(rule: Rule, device: jax.Device, one: TrainState, plan: DataPlan) -> int | None:
-    """Return the bytes that a device needs to run microbatches; None if that is not known.
+    """Return the bytes that a device needs to run microbatches; None if unknown.
 
-    What the state takes is counted as well, although it is there already: the programs that end
-    a window need about as much.
+    The state is counted although it is already on the device, as the programs that end a window
+    need about as much.
     """
     program = CollectiveProgram(rule)
     row = stacked(plan.microbatch, 1)

@@ -38,11 +38,11 @@ class Options:
         guard: Judges how far the devices drift apart; or None.
         verify_every: Windows between two comparisons of the replicas; None for the default.
         timeline: Records every window; or None.
-        hint: Log one line if devices of one kind turn out to be unequally fast.
+        hint: Whether to log a line if devices of the same kind turn out to differ in speed.
         emulate: Slows devices down on purpose; or None.
         exchange: The exchange on the host; None for an exchange on the devices.
         split: Parts of a microbatch by kind of device, see `checked_split`.
-        device_loss: Whether the metrics hold each device's own loss.
+        device_loss: Whether the metrics include each device's own loss.
     """
 
     max_grad_norm: float | None = None
@@ -63,9 +63,9 @@ class Options:
     device_loss: bool = False
 
     def shared(self) -> dict[str, Any]:
-        """Return the options that all processes of a job must set alike, by their argument."""
+        """Return the options that all processes of a job must set alike, by argument name."""
         scale: float | Described = self.precision.scale
-        if self.loss_scale is not None:  # a dynamic one with its first value
+        if self.loss_scale is not None:  # dynamic: by its initial value
             scale = Described.of(repr(jax.device_get(self.loss_scale)))
         return {
             "averaging": settings_of(self.rule),
@@ -86,7 +86,7 @@ class Options:
 
     @property
     def reserved(self) -> list[Reserved]:
-        """The names that metrics of the loss must not have with these options."""
+        """Names that the loss's metrics must not use under these options."""
         used = {
             SCALE: self.loss_scale is not None,
             DEVICES: self.device_loss,
@@ -104,13 +104,13 @@ class Options:
 
     @property
     def may_be_late(self) -> bool:
-        """Whether means are applied after later windows have begun, on several devices."""
-        # on one device, too: the state's structure follows from it, and a checkpoint may move
+        """Whether means may be applied after later windows have begun, given several devices."""
+        # on one device, too: the state's structure depends on it, and a checkpoint may move
         return self.rule.delay > 0 or (self.exchange is not None and self.exchange.run_ahead)
 
     @property
     def late(self) -> bool:
-        """The same on these devices; a single device has its mean at once."""
+        """Like `may_be_late`, but for these devices: a single one has its mean at once."""
         return self.world_size > 1 and self.may_be_late
 
     @property
@@ -124,8 +124,8 @@ class Options:
 
     @property
     def pending(self) -> int:
-        """Number of windows in a state whose mean is not applied yet.
+        """Number of windows pending in a state: their mean is not applied yet.
 
-        Windows that an exchange on the host has not averaged are not part of the state.
+        Windows that an exchange on the host has not averaged yet are not part of the state.
         """
         return self.rule.delay if self.late and self.exchange is None else 0

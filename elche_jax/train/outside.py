@@ -1,4 +1,4 @@
-"""Check that JAX can compile and run programs at this point, and that no other thread does."""
+"""Checks that JAX can compile and run programs at this point, and that no other thread does so."""
 
 import threading
 from collections.abc import Generator
@@ -19,7 +19,7 @@ ONE_THREAD = (
 
 
 class Calls:
-    """Checks the calls of a training step: outside of transformations, by one thread at a time.
+    """Checks that a training step is called outside of transformations, by one thread at a time.
 
     Args:
         job: The devices of the step.
@@ -36,7 +36,7 @@ class Calls:
             where: The function the user called, for messages.
 
         Raises:
-            RuntimeError: Another thread is in one.
+            RuntimeError: Another thread is in a call.
             ValueError: See `check_outside`, `check_debug` and `check_mesh`.
         """
         check_outside(where)
@@ -69,9 +69,9 @@ def check_outside(where: str) -> None:
 
 
 def check_debug(where: str) -> None:
-    """Check that JAX does not raise for a NaN in what the programs of a window return.
+    """Check that JAX does not raise for NaN or infinite outputs of a window's programs.
 
-    It would do so after it has given up the buffers of the state.
+    It would raise only after the buffers of the state have been donated.
 
     Args:
         where: The function the user called.
@@ -90,17 +90,17 @@ def check_debug(where: str) -> None:
 
 
 def check_mesh(where: str, world_size: int) -> None:
-    """Check that no mesh is set for the programs of a call, which have their own.
+    """Check that no mesh is set: the programs of a call use their own.
 
     Args:
         where: The function the user called.
-        world_size: Number of devices of these programs.
+        world_size: Number of devices that these programs run on.
 
     Raises:
-        ValueError: `jax.set_mesh` has set one, and it or the programs have several devices.
+        ValueError: `jax.set_mesh` has set a mesh, and it or the programs have several devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or max(mesh.size, world_size) == 1:  # one device is the same in any mesh
+    if mesh.empty or max(mesh.size, world_size) == 1:  # with one device, all meshes are alike
         return
     raise ValueError(
         f"{where}: must be called without a mesh of jax.set_mesh, got one with the axes "
@@ -112,7 +112,7 @@ def check_mesh(where: str, world_size: int) -> None:
 @cache
 def _plain() -> object:
     """Return JAX's trace state outside any transformation."""
-    # the first call may itself be inside one, but a new thread never is
+    # this call may itself be inside one, but a new thread never is
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(core.get_opaque_trace_state()))
     thread.start()

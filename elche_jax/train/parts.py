@@ -13,17 +13,17 @@ from elche_jax.engine.loop import LoopHook
 
 
 def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the optimizer of `build_train_step`, whose update gets the keywords that it takes.
+    """Return the optimizer of `build_train_step`, with an update that accepts extra keywords.
 
-    optax would drop those of what is not one of its own tuples, such as `optax.MultiSteps`. The
-    update is a `jax.jit`, so that a plan of it finds the trace that `TrainStep.init` makes for
-    its checks.
+    The update passes on the keywords that the optimizer takes; optax would drop those of an
+    object that is not one of its own tuples, such as `optax.MultiSteps`. The update is a
+    `jax.jit`, so that tracing it again reuses the trace that `TrainStep.init` makes for its checks.
 
     Raises:
-        TypeError: It is no optimizer.
+        TypeError: It is not an optimizer.
     """
     if not _has(optimizer, "init", "update"):
-        # that of Flax, which prints all its arrays
+        # that of Flax, whose repr prints all its arrays
         wraps, kind = hasattr(optimizer, "tx"), type(optimizer).__name__
         got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(optimizer), "")
         where, rule = "build_train_step", "be an optax optimizer"
@@ -38,11 +38,11 @@ def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradient
 
 
 def check_emulation(where: str, emulate: LoopHook | None, world_size: int) -> None:
-    """Check an emulation, if there is one.
+    """Check an emulation; None passes.
 
     Raises:
-        TypeError: It is none.
-        ValueError: It is one of another number of devices.
+        TypeError: It is not an emulation.
+        ValueError: It is for a different number of devices.
     """
     if emulate is None:
         return
@@ -55,10 +55,10 @@ def check_emulation(where: str, emulate: LoopHook | None, world_size: int) -> No
 def cadence_for(
     where: str, cadence: Cadence[Any] | None, kinds: Sequence[str]
 ) -> Cadence[Any] | None:
-    """Return a cadence, if there is one, for devices of these kinds.
+    """Return a cadence adapted to devices of these kinds; None for None.
 
     Raises:
-        TypeError: It is none, or a user's `for_kinds` returns none.
+        TypeError: It is not a cadence, or a user's `for_kinds` does not return one.
     """
     if cadence is None:
         return None
@@ -71,6 +71,6 @@ def cadence_for(
 
 
 def _has(part: object, *methods: str) -> bool:
-    """Return whether an object, and not its class, has these methods."""
+    """Return whether an object has these methods; False for a class."""
     callables = all(callable(getattr(part, method, None)) for method in methods)
     return callables and not isinstance(part, type)

@@ -47,8 +47,8 @@ class Pipeline(TakeOver[R]):
     """State shared by the threads of one call of `windows`.
 
     A window is *planned* by the prefetch thread, *dispatched* by the loop and *complete*
-    when every device has combined. With an exchange that the loop does not wait for, a window may
-    be *lost* before that, and is then dispatched again.
+    when every device has combined. If the loop does not wait for the exchange, a window may be
+    *lost* before it is complete; it is then dispatched again.
 
     Attributes:
         combines: Whether the devices synchronise at the end of a window.
@@ -86,20 +86,20 @@ class Pipeline(TakeOver[R]):
         super().__init__(feed, scheduler, start, runner, in_flight, timing, telling)
         self._cache, self._watch, self._options = cache, watch, options
         self._divergence = divergence
-        # whether windows end in an exchange with other processes, in which times travel
+        # whether windows end in an exchange with other processes, which also carries times
         self._surveys = self.combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
         self._remote = len(on_host) < len(lanes)
         self._one_reader = any(map(one_reader, feed.fleet.devices))
-        # without a synchronisation devices end at different times, but the CPU runtime starts
+        # without a synchronisation, devices end at different times, but the CPU runtime starts
         # a program on all devices of a lane at once
         self._lockstep = [] if self.combines else on_host
-        self._unwatched: list[InFlight] = []  # they ran when the run was closed, or later
-        self._unchecked = 0  # the first window of which it was not checked yet whether it is finite
-        self._not_finite = set[int]()  # windows that were counted as such
-        self._plans: deque[WindowPlan] = deque(maxlen=options.pending)  # of those in the state
+        self._unwatched: list[InFlight] = []  # in flight at the close, or dispatched later
+        self._unchecked = 0  # the first window not yet checked for being finite
+        self._not_finite = set[int]()  # windows counted as not finite
+        self._plans: deque[WindowPlan] = deque(maxlen=options.pending)  # of pending windows
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
         self._without_times: dict[int, InFlight] = {}  # complete, except for a late device
@@ -114,9 +114,10 @@ class Pipeline(TakeOver[R]):
     ) -> Generator[InFlight]:
         """Dispatch a window; the body of the `with` launches its programs.
 
-        Waits first while too many windows are in flight, then compiles what the first window
-        needs. The body fills in the token and whatever else the programs return. If it
-        raises, the window counts as complete, so that no plan waits for it.
+        First waits while too many windows are in flight, then compiles what the first window
+        needs. The body fills in the token and whatever else the programs return. If it raises,
+        the window counts as complete, so that no plan waits for it, unless its exchange was lost:
+        then it runs again.
 
         Args:
             window: The window.
@@ -127,9 +128,9 @@ class Pipeline(TakeOver[R]):
         try:
             if not self.runner.begun:
                 self.runner.begin(window.calls)
-                # as if requested now, so that compiling is no part of the first window's time
+                # as if requested now: the first window's time excludes compilation
                 self._requested, self._cold = time.perf_counter(), True
-            # after the first compiles, which must not make the first window unsteady
+            # after the first compiles, as these must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
             survey = None
             if self._surveys:
@@ -140,7 +141,7 @@ class Pipeline(TakeOver[R]):
             )  # fmt: skip
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
-            if self.runner.runs_ahead:  # no other one is taken back
+            if self.runner.runs_ahead:  # otherwise windows are not taken back
                 flight.again = replace(window, calls=())
             with _progress.phase("window", window.index):
                 yield flight
@@ -148,7 +149,7 @@ class Pipeline(TakeOver[R]):
             if launch is not None and launch.watch is not None:
                 launch.watch.dropped(launch.number)
             with self._changed:
-                if not isinstance(error, ExchangeLost):  # after which the window is run again
+                if not isinstance(error, ExchangeLost):  # else it runs again
                     self._open.discard(window.index)
                 self._changed.notify_all()
             raise
@@ -168,7 +169,7 @@ class Pipeline(TakeOver[R]):
             # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
                 self._current = None
-            else:  # dropped before, and counted as complete
+            else:  # it was dropped, and counted as complete
                 self._open.add(window.index)
         self.wishes.dispatches += 1
 
@@ -182,7 +183,7 @@ class Pipeline(TakeOver[R]):
             flight.finite.copy_to_host_async()  # the watcher thread reads it without a wait
         launch = flight.launch
         with self._changed:
-            if self.closed:  # there are no watcher threads anymore
+            if self.closed:  # there are no watcher threads any more
                 self._unwatched.append(flight)
                 return
             self._flights[launch.number] = flight
@@ -190,9 +191,9 @@ class Pipeline(TakeOver[R]):
         self.clock.combining(launch.number, launch.at, flight.token, flight.timed)
 
     def finish(self) -> None:
-        """Wait until the windows in flight are complete; all processes of a job have to.
+        """Wait until the windows in flight are complete; all processes of a job must call it.
 
-        Windows that are lost stay so until the loop goes on.
+        Lost windows stay lost until the loop goes on.
         """
         self._wait_for_records()
         self._tell_rest()
@@ -200,12 +201,12 @@ class Pipeline(TakeOver[R]):
         self.check_emulation()
 
     def check_emulation(self) -> None:
-        """Raise what the programs of emulated devices could not raise."""
+        """Raise the errors that the programs of emulated devices could not raise."""
         if self._options.emulate is not None:
             self._options.emulate.settle()
 
     def end(self) -> None:
-        """Do the same at the end of the loop.
+        """Call `finish` at the end of the loop.
 
         Raises:
             ProcessLostError: If windows are lost.
@@ -216,14 +217,14 @@ class Pipeline(TakeOver[R]):
             self.errors.check()
 
     def _ended(self) -> ProcessLostError:
-        """Return the error that windows are lost and the loop has ended."""
+        """Return the error for windows that are lost when the loop has ended."""
         first = min((one.plan.window for one in self._flights.values()), default=self._next)
         return self.ended(first)
 
     def settle(self) -> None:
-        """Raise an error of the windows that the loop has not seen, before a new run begins."""
+        """Raise the windows' error if the loop has not seen it, before a new run begins."""
         self._check_unwatched()
-        if not (self.closed or self.errors.raised):  # a variable holds the loop's iterator
+        if not (self.closed or self.errors.raised):  # the caller still holds the loop's iterator
             self._wait_for_records()
         self._tell_rest()
         if not self.errors.raised:
@@ -231,14 +232,14 @@ class Pipeline(TakeOver[R]):
             self.check_emulation()
 
     def _tell_rest(self) -> None:
-        """Tell the other processes what no window's exchange tells them; all have to call it."""
+        """Tell the other processes what no window's exchange tells them; all must call it."""
         told, rows = (None, None) if self.errors.first else self._telling.rest()
         if rows is None:
             return
         if (error := self._telling.replicas_error(rows)) is not None:
             self.errors.found(self.wishes.dispatches, error)
         if told is not None:
-            # the number of the next window: none that is planned already may depend on it
+            # the number of the next window: no plan already made may depend on this record
             at = told.plan.window + 1 if self._current is None else self._current
             lost = self._job.members.lost
             self._record_across(told, rows, lost, at, self.wishes.dispatches)
@@ -246,11 +247,12 @@ class Pipeline(TakeOver[R]):
     def close(self) -> None:
         """End the timing; windows in flight go on, unmeasured.
 
-        In a job of several processes their records are waited for, or not all of them would know
-        the same when they plan again. So are, for a while, windows whose work would be lost.
+        In a job of several processes, wait for their records first: otherwise the processes might
+        know different records when they plan again. In one process, wait for a while for windows
+        whose work would be lost.
 
         Raises:
-            KeyboardInterrupt: If one was held back in the last window.
+            KeyboardInterrupt: If a Ctrl-C was held back in the last window.
         """
         _progress.closed()
         try:
@@ -275,7 +277,7 @@ class Pipeline(TakeOver[R]):
             if self._lost and not self.errors.raised:
                 self.errors.keep(self._ended())
             self.closed = True
-            # those of a host exchange are dropped, as they were not averaged
+            # windows of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
                 flights = self._flights.items()
                 self._unwatched += [one for n, one in flights if n != self._completing]
@@ -299,14 +301,14 @@ class Pipeline(TakeOver[R]):
             self._watching = threading.get_ident()
         try:
             free = ENDS.before(self._feed.fleet.devices, times.arrived, self._lockstep)
-            # a device that runs ahead has no synchronisation for its next window to wait for
+            # if devices run ahead, their next window does not wait for the synchronisation
             ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
             ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
             if window is None:  # the run was closed
                 return
             survey, late_window = window.launch.survey, None
             if outcome is not None:
-                if survey is not None:  # of all processes
+                if survey is not None:  # from all processes
                     late = self._telling.averaged(window.plan.window, survey.found)
                 elif outcome.will_be_known:
                     late_window = window
@@ -343,7 +345,7 @@ class Pipeline(TakeOver[R]):
                 self._open.discard(window.plan.window)
                 self._changed.notify_all()
         finally:
-            with self._changed:  # it may be the loop's thread, in which a later close has to wait
+            with self._changed:  # this may be the loop's thread, where a later close has to wait
                 self._watching = None
 
     def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
@@ -354,16 +356,16 @@ class Pipeline(TakeOver[R]):
     def _record_across(
         self, told: InFlight, rows: np.ndarray, lost: Sequence[int], at: int, number: int
     ) -> None:
-        """Record a window, of which all know these rows since window `at`, dispatch `number`."""
-        if told.rows is not None or not self._telling.of_last:  # else of a run that was closed
+        """Record a window whose rows all processes know since window `at`, dispatch `number`."""
+        if told.rows is not None or not self._telling.of_last:  # else its run was closed
             left = [rank for rank in range(self._job.world_size) if rank not in lost]
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
         self._check_finite(told, finite_by_rank(rows, lost), number)
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
-        """Return what this process tells in the exchange of a window, in a lane's thread."""
+        """Return the rows this process sends in a window's exchange; called in a lane's thread."""
         number = flight.launch.number
-        with self._changed:  # the windows before it have their ends noted
+        with self._changed:  # until the ends of earlier windows are noted
             self._changed.wait_for(
                 lambda: self._over or min(self._flights, default=number) >= number
             )
@@ -401,18 +403,24 @@ class Pipeline(TakeOver[R]):
             self._check_replicas(window)
 
     def _check_finite(self, window: InFlight, own: Any, number: int) -> None:
-        """Check that a window is finite; all know `own`, by rank, since dispatch `number`."""
-        # with windows pending, that of the mean is known in the window that applies it
+        """Check that a window is finite; all processes know `own` since dispatch `number`.
+
+        Args:
+            window: The window.
+            own: By rank, whether a device's own sums were finite.
+            number: Number of the dispatch.
+        """
+        # with windows pending, the window that applies a mean says whether it is finite
         finite = bool(np.asarray(own if self._telling.of_last else window.finite).all())
         self._count(window.plan, finite, own, number)
 
     def _count(self, plan: WindowPlan, finite: bool, own: Any, number: int) -> None:
-        """Count a window if it is not finite and was not counted: after a loss, some run again.
+        """Count a window that is not finite, only once: after a loss, some windows run again.
 
         Args:
             plan: The window.
             finite: Whether it was finite.
-            own: For each device, whether its own sums were, see `FiniteWatch.observe`.
+            own: For each device, whether its own sums were finite, see `FiniteWatch.observe`.
             number: Number of the dispatch since which all processes know this.
         """
         again = plan.window < self._unchecked

@@ -1,4 +1,4 @@
-"""Windows planned ahead of the loop, from the records that all processes of a job know."""
+"""Plans windows ahead of the loop, from the records that all processes of a job know."""
 
 import threading
 import time
@@ -28,12 +28,12 @@ LOOKAHEAD = 4
 
 
 class Planning(Generic[R]):
-    """Plans the windows of a run, and knows which are planned and which in flight.
+    """Plans the windows of a run, and tracks which are planned and which are in flight.
 
-    Plans wait for reports: a window is planned when all but one of the windows before it are
-    complete, while that one still runs, so a change of speed shows in the second window after the
-    one in which it was measured. The second window of a run waits for the first one, as no speed is
-    known yet.
+    Plans wait for reports. With two windows in flight, a window is planned while the one before it
+    still runs and all earlier ones are complete, so a change of speed takes effect in the second
+    window after the one in which it was measured. The second window of a run waits for the first,
+    as no speed is known before.
 
     Attributes:
         runner: Runs the windows.
@@ -48,7 +48,7 @@ class Planning(Generic[R]):
         runner: Runs the windows.
         in_flight: Windows that may be dispatched and not yet complete.
         timing: Decides which windows are timed; None for all.
-        telling: What processes tell each other of windows.
+        telling: What processes tell each other about windows.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Planning(Generic[R]):
         self._timing, self._telling = timing or Timing(lambda: True), telling
         self._job, self._in_flight = feed.fleet.job, in_flight
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
-        # the lock of everything below, notified of every change
+        # guards everything below, and is notified of every change
         self._changed = Condition()
         self._open: set[int] = set()  # windows that are planned and not complete
         self._current: int | None = None  # the window handed out and not used yet
@@ -74,7 +74,7 @@ class Planning(Generic[R]):
 
     @property
     def late(self) -> frozenset[int]:
-        """Ranks of the devices that have not delivered in time and get no work until they do."""
+        """Ranks of the devices that did not deliver in time and get no work until they do."""
         return frozenset() if self.clock is None else self.clock.late
 
     # -- the prefetch thread ---------------------------------------------------------
@@ -143,15 +143,15 @@ class Planning(Generic[R]):
         """Return whether a window may be planned, see `_wait`."""
         if not self._job.one_process:
             known = min(self._open, default=window) > self._known_at(window, below)
-            # else the loop would wait for a plan, and the plan for what the loop has to run again
+            # else the loop would wait for a plan that waits for a window the loop has to run again
             return known or (self._asks == window and self._lost)
         waits = self._timing.surprised or not self._scheduler.knows()
         return len(self._open) < (1 if waits else below)
 
     def _known_at(self, window: int, ahead: int) -> int:
-        """Return the last window whose record the plan for another one takes into account.
+        """Return the last window whose record the plan for `window` takes into account.
 
-        What a process happens to know when it plans must not matter: all have to plan alike.
+        It does not depend on what a process happens to know when it plans: all must plan alike.
         """
         last = window - ahead
         return last if self._scheduler.knows(last) else window - 1
@@ -171,10 +171,11 @@ class Planning(Generic[R]):
         return Window(plan, cursor.advance(available), calls, run)
 
     def _knows(self, window: int) -> int:
-        """Return the last window that the plan for another one takes into account, see `_known_at`.
+        """Return the last window that the plan for `window` takes into account, see `_known_at`.
 
-        Where the loop waits for a plan that would follow from a window that is lost, it is the last
-        one before: lost are the same windows in all processes, and loops wait for the same plan.
+        If the loop waits for a plan that would follow from a lost window, it is the last window
+        before the lost ones. All processes lose the same windows, and their loops wait for the same
+        plan.
         """
         known = self._known_at(window, self._ahead)
         with self._changed:
@@ -182,33 +183,33 @@ class Planning(Generic[R]):
 
     @property
     def _lost(self) -> bool:
-        """Whether the windows in flight are lost, and all before them are recorded."""
+        """Whether the windows in flight are lost, and all earlier ones are recorded."""
         clock = self._live_clock
         first = None if clock is None else clock.lost
         return first is not None and min(self._flights, default=first) >= first
 
     @property
     def _recorded(self) -> bool:
-        """Whether all windows in flight are recorded, except for those that are lost."""
+        """Whether all windows in flight are recorded, except for lost ones."""
         return not self._flights or self._lost
 
     @property
     def _full(self) -> bool:
-        """Whether as many windows are in flight as may be."""
+        """Whether the maximum number of windows is in flight."""
         return len(self._flights) >= self._in_flight
 
     @property
     def _live_clock(self) -> Clock | None:
-        """The clock; None once the run was closed."""
+        """The clock; None once the run is closed."""
         return None if self.closed else self.clock
 
     @property
     def _over(self) -> bool:
-        """Whether nobody may wait for a window any more."""
+        """Whether threads must stop waiting for windows: the run is closed or has failed."""
         return self.closed or self.errors.first is not None
 
     def _wait_for_records(self) -> None:
-        """Wait until every window dispatched so far is recorded or lost, as in all processes."""
+        """Wait until every window dispatched so far is recorded or lost, alike in all processes."""
         if self.clock is not None:
             self.clock.wait(self._changed, lambda: self._over or self._recorded)
         self.errors.check()
@@ -232,7 +233,7 @@ class Planning(Generic[R]):
         self.errors.check()
 
     def on_elsewhere(self, seconds: float) -> None:
-        """Leave time that the loop spent on other work out of the window that it got last."""
+        """Exclude time that the loop spent on other work from the window that it got last."""
         self._requested += seconds
 
     def on_handed_out(self, window: Window) -> None:

@@ -30,7 +30,7 @@ from elche_jax.train.options import Options
 PyTree = Any
 
 ALWAYS = {"cadence", "cadence_name", "counts", "divergence", "in_a_row", "left_out", "skipped"}
-"""What every version has saved of a run."""
+"""Keys of a run that every version has saved."""
 
 
 def run_to_dict(
@@ -42,7 +42,7 @@ def run_to_dict(
     """Return the run as plain numbers and an array of counts, for `restore_run`.
 
     Args:
-        job: The devices; all processes have asked for their places before.
+        job: The devices; all processes must have read `job.places` before.
         scheduler: Plans and records.
         watch: Counts windows that are not finite.
         divergence: Reads how far the devices drift apart; or None.
@@ -72,12 +72,12 @@ def restore_run(
 ) -> None:  # fmt: skip
     """Restore a run from the dict of `run_to_dict`.
 
-    On other devices the cadence begins with the speeds that are known of those that are here again,
-    or of their kind. Measurements by another cadence or one with other arguments do not apply here:
-    they start afresh, and a log line of the first process that is there says so.
+    On different devices the cadence begins with the known speeds of those that were there before,
+    or else of their kind. Measurements by a different cadence, or by one with other arguments, do
+    not apply: the cadence starts over, and the first live process logs a line that says so.
 
     Raises:
-        TypeError, ValueError: It is no such dict; the run is then as before.
+        TypeError, ValueError: `saved` is not such a dict; the run is then unchanged.
     """
     rule, where = "be the dict of run_to_dict", "TrainStep.restore_run"
     check.instance(where, "saved", saved, Mapping, rule, brief=True)
@@ -133,7 +133,7 @@ def restore_run(
 def _believe(
     saved: Mapping[str, Any], kinds: Sequence[str], job: Job, scheduler: LiveScheduler
 ) -> bool:
-    """Let the cadence begin with what is known of the devices; return whether anything is."""
+    """Let the cadence begin with the known speeds; return whether it has used any."""
     if "places" not in saved:  # written by an earlier version
         return False
     before = list(zip(saved["places"], saved["kinds"], strict=True))
@@ -142,9 +142,9 @@ def _believe(
 
 
 def _moved(saved: Mapping[str, Any], job: Job) -> bool:
-    """Return whether the cadence's state by rank is that of other devices.
+    """Return whether the entries by rank of the cadence's state are those of other devices.
 
-    If none of them is known again, hosts have other names, and ranks say more.
+    If no place is found again, the hosts have new names, and ranks say more than places.
     """
     before, now = _processes(saved.get("places", job.places)), _processes(job.places)
     others = before != now and not set(before).isdisjoint(now)
@@ -156,7 +156,7 @@ def _processes(places: Sequence[str]) -> list[str]:
 
 
 def _told_apart(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Return whether speeds by rank are those of other kinds: relative ones say nothing then."""
+    """Return whether speeds by rank are those of other kinds, so that their ratios do not apply."""
     return list(before) != list(now) and max(len(set(before)), len(set(now))) > 1
 
 
@@ -165,9 +165,9 @@ def join_devices(
 ) -> TrainState:
     """Join the states of several devices into one device's, for another number of devices.
 
-    Leaves that are equal on all devices are taken as they are. Of the others, parameters are
-    averaged as at the end of a run (`TrainStep.average`), other floats are averaged, and for
-    the rest the maximum is taken.
+    Leaves that are equal on all devices are kept. Of the others, parameters are averaged as at
+    the end of a run (`TrainStep.average`), other floats by their plain mean, and the rest is
+    reduced to the maximum.
 
     Args:
         state: Host arrays, leaves `(old world size, ...)`.
@@ -251,9 +251,9 @@ def join_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def joined_model_state(job: Job, model_state: PyTree) -> PyTree:
-    """Return one model state, on the host, where those of the devices differ.
+    """Join model states that differ between devices into one on the host.
 
-    In a job of several processes all have to call it, and get the same.
+    In a job of several processes all must call it; all get the same result.
 
     Args:
         job: The processes.
@@ -277,7 +277,7 @@ def _alike(rows: np.ndarray) -> bool:
 def rows_to_dict(job: Job, rows: PyTree) -> PyTree:
     """Return the metrics a run has not reported yet as plain numbers, for `rows_of`.
 
-    In a job of several processes all have to call it.
+    In a job of several processes all must call it.
 
     Args:
         job: The processes.
@@ -291,10 +291,10 @@ def rows_to_dict(job: Job, rows: PyTree) -> PyTree:
 
 
 def rows_of(job: Job, saved: PyTree) -> PyTree:
-    """Return the metrics that the next window reports of the last one, of this process's devices.
+    """Return the last window's metrics that the next one reports, for this process's devices.
 
-    With another number of devices, the first device gets the sum of the finite entries; those
-    that are not finite are dropped.
+    If the number of devices has changed, the first device gets the sum of the finite entries;
+    non-finite entries are dropped.
 
     Args:
         job: The processes.

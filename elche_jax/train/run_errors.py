@@ -1,4 +1,4 @@
-"""The errors of a run: found in threads, raised in the loop, in all processes before one window."""
+"""The errors of a run: found in threads, raised in all processes' loops before the same window."""
 
 from elche_jax._processes import ExchangeLost
 from elche_jax._waiting import Condition
@@ -9,7 +9,7 @@ class RunErrors:
     """The first error of a run.
 
     Attributes:
-        first: The error that the loop is to raise; None if there is none.
+        first: The error for the loop to raise; None if there is none.
         raised: Whether the loop has seen it.
 
     Args:
@@ -21,13 +21,13 @@ class RunErrors:
         self._changed, self._job = changed, job
         self.first: BaseException | None = None
         self.raised = False
-        # an error of all processes, and the number of the dispatch in which it was found
+        # an error that all processes find, and the number of the dispatch in which they do
         self._shared: tuple[int, Exception] | None = None
 
     def keep(self, error: BaseException) -> None:
         """Keep the first exception of a thread, for the loop to raise.
 
-        Windows that are lost are no error: whoever waits for them looks what to do.
+        Lost windows are not an error: a thread that waits for them decides what to do.
         """
         with self._changed:
             if not isinstance(error, ExchangeLost):
@@ -36,11 +36,11 @@ class RunErrors:
 
     @property
     def broken(self) -> bool:
-        """Whether there is an error; a Ctrl-C that waits to be raised is none."""
+        """Whether there is an error; a Ctrl-C that waits to be raised does not count."""
         return self.first is not None and not isinstance(self.first, KeyboardInterrupt)
 
     def take_interrupt(self) -> bool:
-        """Return whether a Ctrl-C waits to be raised, which the caller then has to do."""
+        """Return whether a Ctrl-C waits to be raised; if so, the caller must raise it."""
         waits = isinstance(self.first, KeyboardInterrupt) and not self.raised
         self.raised |= waits
         return waits
@@ -55,7 +55,7 @@ class RunErrors:
     def release(self, last: int | None) -> None:
         """Raise an error of a thread, or one that all processes have found up to a dispatch.
 
-        Each raises it before the same window: one that went on would wait for the others there.
+        All raise it before the same window: a process that went on would wait for the others there.
 
         Args:
             last: Number of the dispatch; None for any.
@@ -65,7 +65,7 @@ class RunErrors:
         self.check()
 
     def check(self) -> None:
-        """Raise the error."""
+        """Raise the error, if there is one."""
         if self.first is not None:
             self.raised = True
             raise self.first

@@ -75,7 +75,7 @@ class Runners:
 
     @property
     def unreported(self) -> PyTree:
-        """Metrics that the next window reports of the last one, see `Accumulators.unreported`."""
+        """Metrics of the last window that the next one reports, see `Accumulators.unreported`."""
         used = self._used
         return used.sums.unreported if isinstance(used, KEEPERS) else self._unreported
 
@@ -88,9 +88,9 @@ class Runners:
 
         Raises:
             TypeError: `loss_fn` does not return one of the supported forms.
-            ValueError: JAX computes without a dtype of the state; the loss cannot exclude the
-                missing examples of a smaller microbatch, microbatches cannot run in parts as
-                `microbatch_split` says, or the metrics are others in another process.
+            ValueError: A dtype of the state is not enabled in JAX; the loss cannot exclude the
+                missing examples of a smaller microbatch; microbatches cannot run in parts as
+                `microbatch_split` says; or the metrics differ between processes.
         """
         options, shapes, impl = self._options, initial.shapes, initial.key_impl
         check_digits(shapes)
@@ -130,7 +130,7 @@ class Runners:
         return runner
 
     def _pass_unreported(self, runner: WindowRunner) -> None:
-        """Pass unreported metrics of the previous runner to the next one, if it has the same."""
+        """Pass the previous runner's unreported metrics to the next, if it has the same metrics."""
         rows, taken = self.unreported, None
         self._unreported = None
         if isinstance(runner, KEEPERS):
@@ -143,8 +143,10 @@ class Runners:
             )
 
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
-        """Return the bytes that each device exchanges per window (the mean over fragments), and
-        the bytes that frozen parameters save."""
+        """Return the bytes that each device exchanges per window, and those that freezing saves.
+
+        With fragments, the former is the mean over them.
+        """
         if self._fleet.job.world_size == 1:
             return 0, 0
         rule, one = self.rule(initial), initial.one
@@ -199,7 +201,7 @@ class Runners:
         if options.host is None:
             return Runner(CollectiveProgram(rule, emulate), *where)
         # on the CPU, programs with a host callback run one device after the other, so this
-        # emulation waits on the host instead, in the thread of the device
+        # emulation waits on the host instead, in the device's thread
         seconds = None if emulate is None else emulate.on_host()
         program = HostProgram(rule, emulate if seconds is None else None)
         return HostRunner(program, *where, options.host, seconds)

@@ -28,7 +28,7 @@ class DataPlan:
         shuffle: False keeps the order of the source.
         drop_last: Leave out a last microbatch that is smaller.
         mask_key: Name under which a microbatch holds the mask of its valid examples, or None.
-        placement: Where the data lives.
+        placement: Where the data live.
         window_bytes: Limit in bytes of the data of one program call on a device.
         microbatch: Shapes of one microbatch.
         row_bytes: Bytes of the results of one microbatch, if a call keeps them.
@@ -61,22 +61,22 @@ class DataPlan:
 
     @property
     def reading(self) -> Reading:
-        """What a position in these data depends on."""
+        """What a position in the data depends on."""
         if isinstance(self.source, IterableSource):
-            # an iterable has an order of its own, and no number of examples
+            # an iterable has its own order, and no known number of examples
             return Reading(self.batch_size, drop_last=self.drop_last)
-        # without shuffling, another seed is the same place
+        # without shuffling, positions do not depend on the seed
         seed = self.seed if self.shuffle else None
         return Reading(self.batch_size, self.source.size, self.shuffle, seed, self.drop_last)
 
     def start(self, cursor: Cursor | None, windows: int) -> Cursor:
-        """Return where to start in these data.
+        """Return where to start in the data.
 
         Args:
             cursor: Where the user wants to resume; must be a position in these data, read in
                 the same way. None for the start of the data.
-            windows: Number of windows of the run so far, from which the next ones are
-                numbered on if there is no cursor.
+            windows: Number of windows of the run so far, where the numbering continues if
+                there is no cursor.
         """
         if cursor is None:
             return Cursor(window=windows, reading=self.reading)
@@ -87,7 +87,7 @@ class DataPlan:
                 f"windows: cursor.epoch must be below epochs ({self.epochs}, counted from the "
                 f"start of the run), got {cursor.epoch}. Raise epochs to go on."
             )
-        # cursors in older checkpoints do not know how their data were read
+        # cursors in older checkpoints do not say how their data were read
         differs = None if cursor.reading is None else cursor.reading.difference(self.reading)
         if differs is not None:
             name, before, now = differs

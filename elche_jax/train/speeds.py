@@ -103,15 +103,15 @@ def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -
 def carried_over(
     rates: Times, before: Sequence[tuple[str, str]], now: Sequence[tuple[str, str]]
 ) -> Times:
-    """Return the speeds that devices are believed to have, from those of a run that ended.
+    """Return the speeds that devices are assumed to have, from those of a run that ended.
 
-    A device has the speed that was known at its place. If none was, it has the mean of those of
-    its kind on its host; if there are none, on all hosts.
+    A device gets the speed that its kind had at its place. If there is none, it gets the mean over
+    its kind on its host, or else on all hosts; None if its kind has no known speed.
 
     Args:
-        rates: Speeds in that run, None if unknown, or of a device that was lost.
-        before: Its devices: their places, see `Job.places`, and kinds.
-        now: The devices of this run.
+        rates: Speeds in that run; None if unknown or if the device was lost.
+        before: Place, see `Job.places`, and kind of each device in that run.
+        now: The same for the devices of this run.
 
     Examples:
         >>> before = [("a//0", "cpu"), ("a//1", "cpu"), ("b//0", "cpu")]
@@ -125,7 +125,7 @@ def carried_over(
         there.setdefault((place, kind), []).append(rate)
     found: list[float | None] = []
     for place, kind in now:
-        if there.get((place, kind)):  # several devices may have one name
+        if there.get((place, kind)):  # several devices may share a place
             found.append(there[place, kind].pop(0))
             continue
         of_kind = [(old, rate) for old, its, rate in known if its == kind]
@@ -152,7 +152,7 @@ def _median_rate(records: Sequence[WindowRecord], rank: int) -> float | None:
         for record in reversed(records)
         if record.steady
         for ms in [record.busy_ms[rank] if record.busy_ms else record.wall_ms]
-        # below what a clock resolves it is no measurement, and the rate could overflow
+        # below the resolution of a clock it is not a measurement, and the rate could overflow
         if record.counts[rank] > 0 and ms >= SHORTEST_MS * record.counts[rank]
     )
     last = list(islice(rates, RECENT))

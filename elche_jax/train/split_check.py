@@ -1,13 +1,13 @@
 """Checks that the parts of a microbatch add up to its gradient, see `microbatch_split`.
 
 The jaxpr of the loss says whether it changes the model state or uses its random key. Whether it
-treats every example by itself is measured: the gradient of a few examples of the data, near the
-initial parameters, must be that of two halves. This misses what those examples and parameters do
+treats every example independently is measured: the gradient of a few examples of the data, near the
+initial parameters, must match that of two halves. This misses what those examples and parameters do
 not show, such as a branch that is not taken, or an effect below the tolerance.
 
-Under `compute_dtype` the comparison is in float32. Where a model computes in 16 bits by itself, it
-is of losses and metrics alone. Gradients are sums over all examples and round too much then (that
-of a bias in bfloat16 was 74 % off): no tolerance would tell it from an error.
+Under `compute_dtype` the comparison is in float32. If the model itself computes in 16 bits, only
+losses and metrics are compared. Gradients are sums over all examples and then round too much (that
+of a bias in bfloat16 was 74 % off): no tolerance could tell rounding from an error.
 """
 
 from collections.abc import Sequence
@@ -39,27 +39,27 @@ TOLERANCE = 3e-3
 """Largest relative difference that counts as rounding in float32."""
 
 TOLERANCE_OF_LOSS = 3e-4
-"""The same where gradients are not compared. Examples round alike in a part and in the whole, while
+"""The same if gradients are not compared. An example rounds alike in a part and in the whole, while
 BatchNorm in bfloat16 changed a loss by 7e-4."""
 
 FLOOR = 1e-2
-"""The gradient of a leaf that is smaller than this share of the whole gradient is compared with
-that share: it may be nothing but rounding, as that of a bias that a norm cancels. A loss or a
-metric closer to 0 is compared with this number."""
+"""If a leaf's gradient is smaller than this share of the whole gradient, its difference is relative
+to that share: it may be nothing but rounding, like that of a bias that a norm cancels. The
+difference of a loss or a metric closer to 0 than this number is relative to this number."""
 
 NOISE = 0.1
 """How far the parameters are moved for the comparison, relative to their size. The initial ones
-may hide a difference: behind a layer of zeros no example has an effect on another."""
+may hide a difference: behind a layer of zeros, no example affects another."""
 
 GRADIENT = "a gradient "
-"""How names of gradients in messages begin."""
+"""Prefix of gradients' names in messages."""
 
 INSTEAD = "Leave microbatch_split out, so that every device runs whole microbatches."
 
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss function with the shapes that it is called with.
+    """A loss function and the shapes of its arguments.
 
     Attributes:
         work: Computes its gradients.
@@ -79,7 +79,7 @@ class LossCall:
 
 
 def check_shapes(call: LossCall, split: int) -> None:
-    """Check what can be said of the parts of a microbatch without running the loss.
+    """Check the parts of a microbatch as far as possible without running the loss.
 
     Args:
         call: The loss.
@@ -112,7 +112,7 @@ def check_shapes(call: LossCall, split: int) -> None:
 
 
 def _check_form(call: LossCall, batch: PyTree, size: int) -> None:
-    """Check that the loss takes parts, and returns what it returns for a whole microbatch."""
+    """Check that the loss takes parts, and returns the same form as for a whole microbatch."""
     part = batch_size_of(batch)
     rule = f"take {part} examples, a part of {size}, under microbatch_split"
     args = (call.params, call.model_state, batch, call.key)
@@ -136,14 +136,14 @@ def check_values(
     work: Microbatches, size: int, start: tuple[PyTree, PyTree], plan: DataPlan,
     devices: Sequence[jax.Device],
 ) -> None:  # fmt: skip
-    """Check that the gradient of two parts together is the mean of those of each.
+    """Check that the gradient of two parts together is the mean of the parts' gradients.
 
     Args:
         work: Computes the gradient.
         size: Number of examples of a part.
         start: Parameters and model state to compute with.
         plan: The data.
-        devices: Where to compute; the next one if the memory of one is too small.
+        devices: Devices to compute on; the next one is tried if one has too little memory.
 
     Raises:
         ValueError: If it is not.
@@ -169,22 +169,22 @@ def check_values(
 def _in_float32(
     work: Microbatches, params: PyTree, model_state: PyTree, batch: PyTree
 ) -> tuple[Microbatches, bool]:
-    """Return the work in float32 if its loss takes that, and whether it has no smaller floats."""
+    """Return the work, in float32 if its loss takes that, and whether it has no smaller floats."""
     key = jax.random.key(0, impl=work.key_impl)
     mask = np.ones(batch_size_of(batch), bool)
-    # without the scale, which is for gradients too small for float16: no comparison needs them
+    # without the scale, which is for gradients too small for float16: comparisons ignore these
     for precision in (Precision(), Precision(work.precision.compute_dtype)):
         cast, work = precision.cast, replace(work, precision=precision)
         try:
             args = cast(params), model_state, cast(batch), mask, key
             return work, smallest_float(jax.make_jaxpr(work.loss_fn)(*args)) >= 4
-        except TypeError:  # some operations take no floats of two sizes
+        except TypeError:  # some operations do not accept floats of two sizes
             continue
     return work, False
 
 
 def _judge(found: dict[str, float], size: int, tolerance: float) -> None:
-    # of about the same differences, one that is no gradient says more
+    # if differences are about equal, one that is not of a gradient says more
     name = max(found, key=lambda name: (round(found[name], 4), not name.startswith(GRADIENT)))
     worst = found[name]
     if worst <= tolerance:
@@ -205,11 +205,11 @@ def _compare(
     """Return by how much the results of a microbatch differ from those of two halves.
 
     Returns:
-        Relative differences by name; None if nothing can be said.
+        Relative differences by name; None if nothing can be concluded.
     """
     numbers = np.zeros(CallArgs.WIDTH, np.int32)
     numbers[[0, 2, 4, 9]] = 1, 1, valid, 1
-    # of the host, as a constant of the program may be on no other device than its own
+    # on the host: a constant of the program must not be on a device other than its own
     key: Any = np.asarray(jax.random.key_data(jax.random.key(0, impl=work.key_impl)))
 
     def both(params: PyTree, model_state: PyTree, batch: PyTree, numbers: Any) -> list[Terms]:
@@ -238,7 +238,7 @@ def _compare(
 
 
 def _differences(whole: Terms, halves: Terms) -> dict[str, float] | None:
-    """Return relative differences by name; None if the first of the two is not finite."""
+    """Return relative differences by name; None if `whole` is not finite."""
     ours, theirs = _values(whole), _values(halves)
     if not all(np.isfinite(value).all() for value in ours.values()):
         return None
@@ -260,21 +260,21 @@ def _values(terms: Terms) -> dict[str, np.ndarray]:
 
 
 def _near(params: PyTree) -> PyTree:
-    """Return parameters close to the initial ones, and unlike them where these are zeros."""
+    """Return parameters close to the initial ones, but not 0 where those are."""
     noise = np.random.default_rng(0).normal(size=2**16)
 
     def moved(leaf: Any) -> Any:
         if not is_float(leaf) or leaf.size == 0:
             return leaf
         scale = _norm(leaf) / leaf.size**0.5 or max(leaf.shape[:-1], default=1) ** -0.5
-        # far fewer draws than parameters: drawing takes longer than training with them
+        # far fewer draws than parameters: drawing one each takes longer than training with them
         return (leaf + NOISE * scale * np.resize(noise, leaf.shape)).astype(leaf.dtype)
 
     return jax.tree.map(moved, params)
 
 
 def _examples(plan: DataPlan, count: int) -> PyTree:
-    """Return examples from all over the data, with the dtypes that they have on the devices."""
+    """Return examples in their dtypes on the devices, spread over the data if it has a size."""
     source = plan.source
     if isinstance(source, IterableSource):
         rows = jax.tree.map(lambda x: np.asarray(x)[:count], source.peek())

@@ -49,7 +49,7 @@ class TrainStep(Scheduled):
 
     Attributes:
         devices: The devices of the job, in rank order.
-        fleet: Those of this process, in lanes.
+        fleet: The devices of this process, in lanes.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class TrainStep(Scheduled):
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)
         self._runners = Runners(loss_fn, optimizer, fleet, options, self._cache)
         self._last_pipeline: Training | None = None
-        # A window that the user keeps must keep its pipeline: it can still be trained. An entry per
-        # run, none per window: when one goes, Python code runs, in which a Ctrl-C is lost.
+        # A window that the user keeps must keep its pipeline, as it can still be trained. One entry
+        # per run, not per window: when an entry goes, Python code runs, in which a Ctrl-C is lost.
         self._pipelines: WeakKeyDictionary[Run, Training] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
@@ -105,33 +105,37 @@ class TrainStep(Scheduled):
     def ratios(self) -> tuple[float, ...]:
         """Share of the work that each device should get; they sum to 1 up to rounding.
 
-        The cadence's own `ratios` if it has them (`Balanced`), else the throughput over its
-        sum, with the mean of the others for a device that was not measured. Before any
-        measurement, the planned counts over their sum, so that a speed hint takes effect.
+        The cadence's own `ratios` if it has them (`Balanced`), else the throughput over its sum,
+        where an unmeasured device counts with the mean of the others. Before any measurement, the
+        planned counts over their sum, so that a speed hint takes effect.
         """
         return self._scheduler.ratios
 
     @property
     def skipped(self) -> int:
-        """Completed windows that were not finite: their update was dropped or, under
-        `averaging`, a device was left out."""
+        """Number of completed windows that were not finite.
+
+        Their update was dropped or, under `averaging`, a device was left out.
+        """
         return self._watch.skipped
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Windows per device whose average left it out, as not finite or late."""
+        """Number of windows whose average left a device out as not finite or late, per device."""
         return tuple(self._watch.left_out)
 
     @property
     def divergence(self) -> list[Divergence]:
-        """Divergence of the devices at the end of the last 64 windows, oldest first; empty
-        without `averaging`."""
+        """Divergence of the devices at the end of the last 64 windows, oldest first.
+
+        Empty without `averaging`.
+        """
         return self._scheduler.divergence
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
         """Return the replicated training state, and begin a new run.
 
-        Records and `counts_history` start afresh; the speeds known to the cadence stay.
+        Records and `counts_history` start over; the speeds known to the cadence stay.
         Memory that the previous run kept on the devices for its sums is freed.
 
         Args:
@@ -142,15 +146,15 @@ class TrainStep(Scheduled):
                 `fold_in(key, i)`, whichever device runs it.
 
         Returns:
-            The state; its leaves are stacked, `(world_size,) + shape`, in a job of several
-            processes with one entry for each device of this one.
+            The state; its leaves are stacked, `(world_size,) + shape`. In a job of several
+            processes they have one entry for each device of this process.
 
         Raises:
             TypeError: A trained leaf of `params` is not a float array; `rng` is neither a
                 key nor a seed; a rule of `merge` does not fit its leaf; a function for
                 `trainable` or `merge` does not take `(path, leaf)`.
-            ValueError: `trainable` or `merge` do not fit; processes that pass different values, or
-                whose `trainable`, `merge` or optimizer differ.
+            ValueError: `trainable` or `merge` do not fit; processes pass different values, or
+                their `trainable`, `merge` or optimizer differ.
             NonFiniteError, ReplicaMismatch: For a window of the previous run, if the loop
                 left that run early and it is closed; otherwise the next `windows` raises it.
         """
@@ -188,23 +192,23 @@ class TrainStep(Scheduled):
         """Iterate over the windows of some epochs of data.
 
         An epoch uses every example exactly once (but see `drop_last`), in an order that depends on
-        `(seed, epoch)` alone. Each call begins with epoch 0: with a call per epoch, pass another
-        `seed` in each. With several devices, a thread loads and places windows ahead.
+        `(seed, epoch)` alone. Each call begins with epoch 0: if you call it once per epoch, pass a
+        different `seed` each time. With several devices, a thread loads and places windows ahead.
 
         Args:
             data: A pytree of arrays with a common leading axis; a map-style dataset
                 (`__len__`, `__getitem__`); or an iterable of microbatches, such as a torch
                 `DataLoader`. A list of arrays is a pytree; to use one as microbatches, pass
                 `iter(list)`. Inside an example or a microbatch that is a dict or a tuple, a
-                list of numbers is an array.
+                list of numbers counts as an array.
             batch_size: Examples per microbatch, at least 1. None for an iterable, whose
-                microbatches are used as they come.
+                microbatches are used as they are.
             epochs: Number of epochs, at least 1; None for no end.
             seed: Seed of the order, 0 to 2**64 - 1.
             shuffle: False keeps the order of the data. An iterable is never shuffled.
             drop_last: Leave out the examples that do not fill a microbatch. False uses
                 them, with their exact weight; the loss must then be a vector, or `mask_key`
-                be given.
+                must be given.
             mask_key: Adds the mask of valid examples, `(batch_size,)` bool, to every
                 microbatch (a dict) under this name. A scalar loss is then taken as the
                 mean over the valid examples.
@@ -214,7 +218,7 @@ class TrainStep(Scheduled):
             window_bytes: Limit in bytes of the streamed data of one program call on a
                 device; larger windows are split into several calls.
             cursor: Where to resume, `window.cursor` of an earlier run. None for the start
-                of the data; windows are numbered on from the previous ones.
+                of the data; the numbering of windows then continues from the previous ones.
 
         Returns:
             An iterator of `Window`, also a context manager. Windows may still be trained
@@ -225,8 +229,8 @@ class TrainStep(Scheduled):
             RuntimeError: `init` was not called before.
             ValueError: Empty data, leaves of different length, a batch size larger than
                 the data, a placement that the data cannot have, a cursor beyond the epochs;
-                processes that pass different data, or whose `loss_fn` reports other metrics;
-                a state of float64, if `jax_enable_x64` has been switched off since.
+                processes that pass different data, or whose `loss_fn` reports different
+                metrics; a float64 state, if `jax_enable_x64` has been switched off since `init`.
             TypeError: `data` has an unsupported form or is not numeric; `loss_fn` does not
                 return a supported form.
         """
@@ -274,14 +278,14 @@ class TrainStep(Scheduled):
             weighted means, `weight` (its sum), `finite`, and `loss_scale` if it is dynamic. Local
             steps (`averaging`) add `workers` (1 / the sum of squared shares), `exchange_bytes` (per
             device), and per device `distance`, `update_norm`, `cosine`, `share`. Reading a metric
-            waits for the window; reading it one window later does not. With `delay=k` they
-            are those of `k` windows before, if devices run ahead those of the last window
-            averaged; NaN before the first. Where all weights are 0 the means are NaN.
+            waits for the window; reading it one window later does not. With `delay=k` the metrics
+            are those of `k` windows before; if devices run ahead, those of the last window
+            averaged; NaN before the first. If all weights are 0, the means are NaN.
 
         Raises:
             TypeError: `state` or `window` has the wrong type.
-            ValueError: A leaf of `state` was donated to an earlier call or is in it twice,
-                or the state is another model's; `window` is another training step's.
+            ValueError: A leaf of `state` was donated to an earlier call or occurs twice, or
+                the state is of a different model; `window` belongs to a different training step.
             NonFiniteError: An earlier window's gradient was not finite; this one is not trained.
             ProcessLostError: Another process of the job has ended, and the job cannot go on.
         """
@@ -301,7 +305,7 @@ class TrainStep(Scheduled):
 
         Raises:
             TypeError: `window` is not a `Window`.
-            ValueError: It is another training step's.
+            ValueError: It belongs to a different training step.
         """
         check.instance(where, "window", window, Window, "come from TrainStep.windows", brief=True)
         pipeline = self._pipelines.get(window.run)
@@ -313,9 +317,9 @@ class TrainStep(Scheduled):
     def whole(self, state: TrainState, window: Window) -> TrainState:
         """Wait until all windows dispatched so far have a mean; return the state after them.
 
-        Only where devices run ahead of an exchange on the host, and a process of the job has ended,
-        is it another state: windows that lack their mean have run again. In a job of several
-        processes, all have to call it.
+        The state differs from `state` only if devices run ahead of an exchange on the host and a
+        process of the job has ended: windows that lacked their mean have then run again. In a job
+        of several processes, all must call it.
 
         Args:
             state: The state that the last window returned; its buffers may be donated.
@@ -338,8 +342,8 @@ class TrainStep(Scheduled):
 
         If all copies are equal, as in gradient mode, it is `unreplicate(state.params)`. They
         differ with `DiLoCo(fragments=...)`, `delay=k` or devices that run ahead: arrays are
-        then averaged by the steps since their last exchange. All devices take part, including
-        late ones. In a job of several processes, all have to call it.
+        then averaged, weighted by the steps since their last exchange. All devices take part,
+        including late ones. In a job of several processes, all must call it.
 
         Args:
             state: A state of this training step; it is not donated.
@@ -400,24 +404,24 @@ class TrainStep(Scheduled):
             )
 
     def run_to_dict(self) -> dict[str, Any]:
-        """Return everything about the run but the state, as plain numbers; all processes call it.
+        """Return all of the run but the state, as plain numbers; all processes must call it.
 
-        These are the cadence's state, `counts_history` (under `"counts"`, as an array
+        It holds, among others, the cadence's state, `counts_history` (under `"counts"`, as an array
         `(windows, world_size)`), the number of the next window, `divergence`, `skipped`,
-        `left_out`, and the metrics that the next window reports of the last one.
+        `left_out`, and the last window's metrics that the next one reports.
         """
         job = self.fleet.job
         known = run_to_dict(job, self._scheduler, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(job, self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
-        """Restore a run from the dict of `run_to_dict`; all processes call it after `init`.
+        """Restore a run from the dict of `run_to_dict`; all processes must call it after `init`.
 
-        On other devices the cadence begins with the speeds that are known of them; with another
-        cadence measurements start afresh. A log line says so.
+        On different devices the cadence begins with the speeds known for them; with a different
+        cadence, measurements start over. A log line says so.
 
         Args:
-            saved: The dict; anything else is a `TypeError` or a `ValueError`.
+            saved: The dict; anything else raises a `TypeError` or a `ValueError`.
         """
         restore_run(saved, self.fleet.job, self._scheduler, self._watch, self._divergence)
         self._runners.unreported = rows_of(self.fleet.job, saved.get("unreported"))
@@ -430,7 +434,7 @@ class TrainStep(Scheduled):
         )  # fmt: skip
 
     def settle(self) -> None:
-        """Drop the last run and its data; `windows` and `init` do so too.
+        """Drop the last run and its data, as `windows` does, and `init` if that run is closed.
 
         Raises:
             NonFiniteError, ReplicaMismatch: For a window of that run, if the loop left early

@@ -1,8 +1,9 @@
 """Evaluation and inference on all devices, in proportion to their speeds.
 
 A sweep reads the data once, in order, in windows whose counts follow the measured speeds.
-The devices do not synchronise; the host puts their results together. In a job of several processes
-each runs its own devices, and times and results are exchanged after some of the windows.
+The devices do not synchronise; the host puts their results together. In a job of several
+processes, each process runs its own devices, and they exchange times and results after some of the
+windows.
 """
 
 from collections import deque
@@ -58,36 +59,36 @@ computes, and the bytes of the results of one microbatch if they are kept, else 
 
 
 class SweepPipeline(Pipeline[SweepRunner]):
-    """The windows of a sweep, see `Pipeline`; in one process the same.
+    """The windows of a sweep, see `Pipeline`; a single process plans and records as there.
 
-    A window of a sweep has no exchange in which times could travel. So each process keeps the
-    records of its own devices until all exchange them, in rounds that double in length, and plans
-    the windows of a round from the records of those before: all plan alike.
+    A window of a sweep has no exchange that could carry times. So each process keeps the records of
+    its own devices until all processes exchange them, in rounds that double in length. It plans the
+    windows of a round from the records of earlier rounds, so that all processes plan alike.
     """
 
     combines = False
     _own: tuple[WindowRecord, ...] = ()  # the other processes do not know these yet
-    _told = -1  # the last window that all know
+    _told = -1  # the last window whose record all processes know
 
     def ends_round(self, window: int) -> bool:
         """Return whether the processes exchange what they know after this window."""
         return not self._job.one_process and told_before(window + 1) == window
 
     def begin(self, where: str) -> None:
-        """Plan without devices that are lost; `where` is the function the user called."""
+        """Plan without lost devices; `where` is the function the user called."""
         if self.lose(0, where, again=False):
             self._scheduler.restart()
 
     def told(
         self, talk: Talk, where: str, found: list[T], again: Callable[[], list[T]]
     ) -> list[list[T]]:
-        """Tell the other processes what is read of the last windows, and their times.
+        """Exchange what processes have read of the last windows, and the windows' times.
 
         Args:
-            talk: Tells them.
+            talk: Carries the exchange.
             where: The function the user called, for messages.
-            found: What is read.
-            again: Runs these windows again without work for devices that are lost.
+            found: What this process has read.
+            again: Runs these windows again without work for lost devices, and returns what is read.
 
         Returns:
             What each process has read.
@@ -97,7 +98,7 @@ class SweepPipeline(Pipeline[SweepRunner]):
         self.finish()
         records = self._own
         told = talk.tell((found, records))
-        # what a process had read that ended meanwhile is lost with it
+        # if a process has ended meanwhile, what it had read is lost
         while self.lose(self._told + 1, where):
             told = talk.tell((again(), records))
         for of_window in zip(*(records for _, records in told), strict=True):
@@ -129,7 +130,7 @@ class Sweep:
 
     Attributes:
         devices: The devices of the job, in rank order.
-        fleet: Those of this process, in lanes.
+        fleet: The devices of this process, in lanes.
         scheduler: Plans and records of the last sweep.
 
     Args:
@@ -189,15 +190,15 @@ class Sweep:
         """Run over the data once, and yield what is read of the results.
 
         Args:
-            read: Given a window and the results of its calls, stacked arrays on the devices of
-                this process, returns what all processes are to know.
+            read: Takes a window and the results of its calls, stacked arrays on the devices of
+                this process; returns what all processes should know.
             params: Parameters, or a `TrainState` on these devices.
             model_state: The model state, or None.
             data: The user's data.
             **reading: How the data are read, see `Loading.open`.
 
         Yields:
-            For each process what it read of the next windows, the same ones in all.
+            For each process, what it read of the next windows, which are the same in all.
         """
         check_outside(self._where)
         check_mesh(self._where, self.fleet.job.world_size)
@@ -214,7 +215,7 @@ class Sweep:
             yield from self._rounds(talk, pipeline, variables, read)
 
     def _check_same(self, talk: Talk, params: PyTree, model_state: PyTree, plan: DataPlan) -> None:
-        """Raise unless all processes run the same over the same data."""
+        """Raise unless all processes pass equal arguments and data."""
         if self.fleet.job.one_process:
             return
         # states are compared while they are trained
@@ -234,7 +235,7 @@ class Sweep:
     ) -> Generator[list[list[T]]]:
         pending: deque[tuple[Window, list[PyTree]]] = deque()
         found: list[T] = []
-        ran: list[Window] = []  # since all have told each other, without their data
+        ran: list[Window] = []  # since the last exchange, without their data
 
         def again() -> list[T]:
             windows = map(pipeline.shared, ran)
@@ -261,7 +262,7 @@ class Sweep:
         with pipeline.dispatch(window) as flight, placing(self.fleet):
             outs = [pipeline.runner.run(variables, call) for call in window.calls]
             _, flight.token = outs[-1]
-            # there is no combine: one token is the end of the work and of the window
+            # there is no combine: one token marks the end of the work and of the window
             flight.launch(flight.token)
         pipeline.check_emulation()
         return [results for results, _ in outs]
@@ -272,7 +273,7 @@ class Sweep:
         # the function itself is not in the key: it is always the same, and may be unhashable
         key = (fn.has_model_state, fn.mask_key, plan.ragged, signature((shapes, plan.microbatch)))
         one = one_of(shapes)
-        # traced in every call: whatever else the function reads may have changed
+        # traced in every call: other values that the function reads may have changed
         program, row_bytes = self._make(fn, one, plan.microbatch, plan.ragged)
         if key in self._runners and self._runners[key][0] != program:
             # the function has changed since: programs of all shapes are out of date
@@ -325,10 +326,10 @@ def _results(pipeline: SweepPipeline, variables: Variables, window: Window) -> l
 
 
 def told_before(window: int) -> int:
-    """Return the last window of a sweep whose record the plan for another one takes into account.
+    """Return the last window of a sweep whose record the plan for `window` takes into account.
 
     Processes exchange times after windows 0, 1, 3, 7 and so on: often while speeds are hardly
-    known, and seldom later.
+    known, and rarely later.
 
     Examples:
         >>> [told_before(window) for window in range(9)]
@@ -338,7 +339,7 @@ def told_before(window: int) -> int:
 
 
 def joined_record(job: Job, told: Sequence[WindowRecord]) -> WindowRecord:
-    """Return the record of a window of a sweep from that of each process's devices."""
+    """Join the records that the processes have of their devices in a sweep's window."""
     return replace(
         told[0],
         busy_ms=job.by_rank([record.busy_ms for record in told], 0.0),

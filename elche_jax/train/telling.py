@@ -1,11 +1,11 @@
-"""What a process tells the others of its windows, and the records that follow from what all told.
+"""What processes tell each other about their windows, and the records that follow from it.
 
-What each measures travels in the exchange of a window. A record is made from these numbers alone,
-so it is the same in every process, and so are the plans that follow from it.
+What each process measures travels in the exchange of a window. A record is made from these numbers
+alone, so it is the same in every process, and so are the plans that follow from it.
 
-Without pending windows the exchange of a window comes after its microbatches, and tells how long
-they took. With windows pending it comes before them, so that it crosses while they run, and tells
-of the window before. What no exchange tells any more, at the end of a loop, is told by itself.
+Without pending windows, the exchange of a window comes after its microbatches, and tells how long
+they took. With pending windows it comes before them, so that it overlaps with them, and tells about
+the previous window. At the end of a loop, a separate exchange tells what is left.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,25 +24,26 @@ from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import KEPT
 
 UNKNOWN, APART = -1, -2
-"""In place of a number for the replicas: nothing to compare; those of the process itself differ."""
+"""In place of a number for the replicas: nothing to compare; the process's own replicas differ."""
 
 NOTHING = 0, UNKNOWN, False, False, 0
-"""Of a device that is in time, in a process that wants nothing, before `numbered`: `plan`,
-`replicas`, `left_out`, `late` and `wishes`."""
+"""`plan`, `replicas`, `left_out`, `late` and `wishes` before `numbered` sets the first two, for a
+device that is in time, in a process without wishes."""
 
 
 class Telling:
-    """What a process has told the others, and what it has not.
+    """What a process has told the others, and what it has still to tell.
 
     Attributes:
-        of_last: Whether the exchange of a window tells of the one before.
-        untold: That one; None if there is none.
-        mismatch: A difference between this process's own replicas.
+        of_last: Whether the exchange of a window tells about the previous window.
+        untold: The window that the next exchange tells about; None if there is none.
+        mismatch: A difference between this process's own replicas; None if there is none.
 
     Args:
         fleet: The devices of this process.
         pending: Whether windows are pending in the state between two windows.
-        verifies: Whether what the last comparison of replicas found is told at the end of a loop.
+        verifies: Whether the result of the last comparison of replicas is told at the end of a
+            loop.
     """
 
     def __init__(self, fleet: Fleet, pending: bool, verifies: bool):
@@ -51,13 +52,13 @@ class Telling:
         self.untold: InFlight | None = None
         self.mismatch: ReplicaMismatch | None = None
         self._sync_ms, self._replicas = inf, UNKNOWN
-        # not whether there is a number: one with a late device has none
+        # not whether there is a number: a process with a late device has none
         self._verifies, self._owes = verifies and not self._job.one_process, False
         # by window, the ranks that were late when it was averaged
         self._late: dict[int, frozenset[int]] = {}
 
     def late_after(self, window: int) -> frozenset[int]:
-        """Return the ranks that were late at the average of a window, or the last one before."""
+        """Return the ranks that were late at the average of a window, or of the last one before."""
         known = [number for number in list(self._late) if number <= window]
         return self._late[max(known)] if known else frozenset()
 
@@ -69,7 +70,7 @@ class Telling:
             rows: See `Measured`.
 
         Returns:
-            Those that had work in it and are not part of the mean.
+            The ranks that had work in it and are not part of the mean.
         """
         told = Measured(*rows.T)
         self._late[window] = frozenset(np.flatnonzero(told.late).tolist())
@@ -78,28 +79,30 @@ class Telling:
         return tuple(np.flatnonzero(told.left_out).tolist())
 
     def dispatched(self, window: InFlight) -> None:
-        """Note that a window was dispatched, which the next one may have to tell of."""
+        """Note that a window was dispatched; the next one may have to tell about it."""
         self._owes = self.of_last or self._verifies
         if self.of_last:
             self.untold = window
 
     def rows_of_last(self, window: InFlight | None, plan: int) -> np.ndarray:
-        """Return what to tell of the window before, None for none, see `Measured`.
+        """Return what to tell about the previous window, see `Measured`.
 
         Args:
-            window: The window before.
-            plan: A number for the plan of the window whose exchange tells it.
+            window: The previous window, or None.
+            plan: A number for the plan of the window whose exchange carries it.
         """
         if window is None:
             rows = unmeasured_rows([True] * self._fleet.world_size)
-        elif window.rows is None:  # of a run that was closed
+        elif window.rows is None:  # its run was closed
             rows = unmeasured_rows(np.asarray(window.token).tolist())
         else:
             rows = window.rows
         return numbered(rows, plan, self._replicas)
 
     def survey(self, window: InFlight, plan: int, steady: Callable[[], bool]) -> np.ndarray:
-        """Return what to tell in the exchange of a window; waits until its devices are done.
+        """Return what to tell in the exchange of a window.
+
+        If it tells about that window itself, this waits until the devices are done.
 
         Args:
             window: The window.
@@ -109,7 +112,7 @@ class Telling:
         launch = window.launch
         if self.of_last:
             return self.rows_of_last(window.tells, plan)
-        # no clock, or none that ends: of a run that was closed, which plans no more
+        # no clock, or no times: the run was closed, and plans no more
         if launch.watch is None or (times := launch.watch.accumulated(launch.number)) is None:
             return self.rows_of_last(None, plan)
         free = ENDS.before(self._fleet.devices, times.arrived)
@@ -120,15 +123,15 @@ class Telling:
     def completed(
         self, window: InFlight, times: WindowTimes, free: Sequence[float], known: dict[str, Any]
     ) -> InFlight | None:
-        """Note that a window is complete; return the one that its exchange told of.
+        """Note that a window is complete; return the one that its exchange told about.
 
         Args:
             window: The window.
             times: When the devices were done.
-            free: When they were done with what they did before.
+            free: When they were done with their previous work.
             known: Further fields of its record, which all processes know.
         """
-        # programs that run for the first time, also those of an exchange among fewer, cost more
+        # first runs of programs cost more, also those of an exchange among fewer processes
         self._sync_ms = times.sync_ms if window.steady and not window.cold else inf
         self._replicas, window.known = UNKNOWN, known
         if self.of_last:
@@ -137,17 +140,16 @@ class Telling:
         return self.told_by(window)
 
     def told_by(self, window: InFlight) -> InFlight | None:
-        """Return the window that another one's exchange told of; None if there is none."""
+        """Return the window that this one's exchange told about; None if there is none."""
         if not self.of_last:
             return window
         told, window.tells = window.tells, None
         return told
 
     def rest(self) -> tuple[InFlight | None, np.ndarray | None]:
-        """Tell what no exchange tells any more; return of which window, and the rows of all.
+        """Tell what is left at the end of a loop; return the window it is about, and all rows.
 
-        There are none if there is nothing to tell. All processes have to call it after the same
-        window.
+        Both are None if nothing is left. All processes must call it after the same window.
         """
         told, owes = self.untold, self._owes
         self.untold, self._owes = None, False
@@ -163,7 +165,7 @@ class Telling:
         return error and (self.mismatch or error)
 
     def verified(self, sums: Any, error: ReplicaMismatch | None) -> None:
-        """Note the checksums of this process's replicas, and that they differ."""
+        """Note the checksums of this process's replicas, and the error if they differ."""
         if self._job.one_process:
             return
         self._replicas = replicas_number(sums)
@@ -179,7 +181,7 @@ def measured_rows(
     steady: bool,
     own: Sequence[bool],
 ) -> np.ndarray:
-    """Return what this process tells of a window, a row per device.
+    """Return what this process tells about a window, a row per device.
 
     Args:
         window: The window.
@@ -190,7 +192,7 @@ def measured_rows(
         own: For each device, whether its own sums are finite.
 
     Returns:
-        float32, one column for each field of `Measured`; `plan` and `replicas` are unknown.
+        float32, one column for each field of `Measured`; `numbered` sets `plan` and `replicas`.
     """
     before = max(free)
     begun = max(window.requested, before)
@@ -203,17 +205,17 @@ def measured_rows(
 
 
 def unmeasured_rows(own: Sequence[bool]) -> np.ndarray:
-    """Return the rows of a window of which a process has no times, see `measured_rows`."""
+    """Return the rows of a window for which a process has no times, see `measured_rows`."""
     return np.array([(0, 0, 0, inf, False, False, *NOTHING, mine) for mine in own], np.float32)
 
 
 def numbered(rows: np.ndarray, plan: int, replicas: int = UNKNOWN) -> np.ndarray:
-    """Return rows that also tell of a plan and of replicas.
+    """Return rows with the numbers of a plan and of replicas.
 
     Args:
         rows: See `measured_rows`.
         plan: See `plan_number`.
-        replicas: See `replicas_number`; or `UNKNOWN`, or `APART`.
+        replicas: See `replicas_number`; or `UNKNOWN` or `APART`.
     """
     rows = rows.copy()
     told = Measured(*rows.T)
@@ -222,22 +224,22 @@ def numbered(rows: np.ndarray, plan: int, replicas: int = UNKNOWN) -> np.ndarray
 
 
 def finite_by_rank(rows: np.ndarray, lost: Sequence[int]) -> np.ndarray:
-    """Return by rank whether a device's own sums were finite; True for devices that are lost."""
+    """Return, by rank, whether a device's own sums were finite; True for lost devices."""
     own = Measured(*rows.T).own > 0
     own[list(lost)] = True
     return own
 
 
 def plan_number(plan: WindowPlan) -> int:
-    """Return a number for what of a plan must be the same in all processes."""
+    """Return a number for the parts of a plan that must be the same in all processes."""
     return number_of(repr((plan.window, plan.epoch, plan.first, plan.counts)).encode())
 
 
 def replicas_number(sums: Any) -> int:
-    """Return a number for the replicas that have these checksums.
+    """Return a number for replicas with these checksums.
 
     Args:
-        sums: Checksums of a process's devices, which agree; `(devices, leaves, 2)`.
+        sums: Checksums of a process's devices, all equal; `(devices, leaves, 2)`.
     """
     return number_of(np.asarray(sums)[0].tobytes())
 
@@ -264,9 +266,9 @@ def plans_error(job: Job, plan: WindowPlan, rows: np.ndarray) -> RuntimeError | 
 
 
 def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
-    """Return an error if the processes have different replicas; arguments as of `plans_error`."""
+    """Return an error if the processes have different replicas; for `rows` see `record_of`."""
     told, rule = _by_process(job, rows), "train: all replicas must be bitwise equal, but"
-    # one that has a late device does not read the checksums
+    # a process with a late device does not read the checksums
     known = [own.replicas for own in told.values() if own.replicas != UNKNOWN]
     for process, own in told.items():
         if own.replicas == APART:
@@ -281,7 +283,7 @@ def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
 
 
 def _by_process(job: Job, rows: np.ndarray) -> dict[int, Measured]:
-    """Return what each process that is there tells of all of its devices alike, by its index."""
+    """Return, by process index, what each live process tells alike for all its devices."""
     return {process: Measured(*rows[ranks[0]]) for process, ranks in job.ranks_of.items()}
 
 
@@ -290,19 +292,20 @@ def record_of(
 ) -> WindowRecord:
     """Return the record of a window from the rows of all devices.
 
-    With `r[d]` the time from the end of the last window, of whichever process, until device `d`
-    was done,
+    With `r[d]` the time from the end of the previous window, as seen by the process of device `d`,
+    until that device was done,
 
         skew = max - min over d of r[d],    wall = max over d of r[d] + sync
 
-    A loop that does other work before it asks for a window does not count unless it is later
-    than those of the other processes. What the exchange costs is known after it, so `sync` is that
-    of the window before; if that is unknown, it is 0 and the window is cold.
+    Other work that a loop does before it asks for a window does not count unless it makes this loop
+    later than those of the other processes. Without pending windows, the cost of the exchange is
+    known only after it, so `sync` is that of the previous window; if unknown, it is 0 and the
+    window is cold.
 
     Args:
         plan: The window.
         rows: For each device of the job a row of `Measured`, `(devices, fields)`.
-        left: Ranks of the devices that are there.
+        left: Ranks of the remaining devices.
         **known: Further fields of the record.
     """
     rows = np.asarray(rows, np.float64)

@@ -1,9 +1,9 @@
 """The choice of which windows are timed.
 
 A timed window is two programs, because a device's own time ends where the exchange begins. An
-untimed one is one program fewer to dispatch, and its exchange may overlap with its microbatches.
-So the first windows are timed, and later only every few, as long as windows take about as long
-as the last timed window with the same counts.
+untimed one needs one program fewer, and its exchange may overlap with its microbatches. So the
+first windows are timed, and later only some, as long as windows take about as long as recent ones
+with the same counts.
 """
 
 from collections import deque
@@ -27,20 +27,20 @@ of speed and to react to it."""
 
 LEAST, MOST = 0.25, 1.5
 """Bounds of the relative deviation from the expected duration above which an untimed window is a
-surprise: the least one, and the one that is a surprise on any machine."""
+surprise. A deviation above the second bound is a surprise on any machine."""
 
 DEVIATIONS = 4
-"""Between these bounds: mean deviations of the windows so far."""
+"""Between these bounds, this many mean deviations of the windows so far are a surprise."""
 
 SMOOTHING = 0.1
 """Weight of a window in the mean deviation."""
 
 
 def timing_for(recorder: Recorder | None) -> "Timing":
-    """Return the choice of windows for a run that is recorded, or not.
+    """Return the choice of timed windows for a run with this recorder, or without one.
 
-    All windows are timed for a timeline, which shows each of them. A recorder of epochs may show
-    sums alone.
+    For a timeline all windows are timed, as it shows each of them. An epoch recorder may show sums
+    alone.
     """
     if recorder is None:
         return Timing()
@@ -93,9 +93,9 @@ class Timing:
             record: The window.
             timed: Whether it was timed.
         """
-        # records of untimed windows are never steady, so there it says nothing about compiles
+        # records of untimed windows are never steady, whether or not something was compiled
         if (timed and (record.cold or not record.steady)) or record.wall_ms <= 0:
-            return  # a duration of 0 is no measurement, and nothing can be compared with it
+            return  # a duration of 0 is not a measurement, and nothing can be compared with it
         if record.counts != self._counts:
             if not timed:
                 return
@@ -104,7 +104,7 @@ class Timing:
         ratio = record.wall_ms / expected
         away = max(ratio, 1 / ratio) - 1
         limit = min(max(LEAST, DEVIATIONS * self._deviation), MOST)
-        # short windows on a busy machine vary by themselves
+        # short windows on a busy machine vary anyway
         self._deviation += SMOOTHING * (min(away, 1.0) - self._deviation)
         if not timed and away > limit:
             self._surprised = AFTER_A_SURPRISE

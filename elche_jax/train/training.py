@@ -1,4 +1,4 @@
-"""Trains one window: dispatches it, and again if a process of the job ends in its exchange."""
+"""Trains windows: dispatches each, and again if a process of the job ends in its exchange."""
 
 import time
 from collections import deque
@@ -27,9 +27,9 @@ Trained = tuple[TrainState, dict[str, jax.Array]]
 """The state after a window, and the metrics."""
 
 VERIFY_IN_JOB = 100
-"""Windows between two comparisons of the replicas in a job of several processes, unless a user says
-otherwise. Each process has an optimizer of its own: another learning rate in one of them would
-train processes apart without any other sign, so a job is always checked."""
+"""Default number of windows between two comparisons of the replicas in a job of several processes.
+Each process has its own optimizer: a different learning rate in one of them would let the replicas
+drift apart without any other sign, so a job is always checked."""
 
 
 STATE = (
@@ -41,18 +41,18 @@ STATE = (
 class Training(Pipeline[WindowRunner]):
     """The windows of a training step, see `Pipeline`.
 
-    Windows that were pending when a process ended lack what its devices had computed for them.
-    They are put back, and run again from the last mean: what the others had computed is dropped,
-    too. Windows that are pending in the state are put back by their number, see `_run_again`; those
-    of which the loop runs ahead by what their exchange has told, see `_take_back`.
+    Windows that were pending when a process ended lack the contributions of its devices. They are
+    put back, and run again from the last mean; what the other devices had computed is dropped, too.
+    Windows pending in the state are put back by number, see `_run_again`. If the loop runs ahead of
+    exchanges, windows are put back by what their exchange has told, see `_take_back`.
     """
 
     def train(self, state: TrainState, window: Window | None) -> Trained:
-        """Train a window, and again those that are lost.
+        """Train a window, and retrain lost ones.
 
         Args:
             state: The state; its buffers are donated.
-            window: The window; None to wait until no window lacks its mean.
+            window: The window; None to wait until every window has its mean.
         """
         windows = [] if window is None else [window]
         metrics, lost = dict[str, jax.Array](), False
@@ -83,7 +83,7 @@ class Training(Pipeline[WindowRunner]):
                     state, window.calls, flight.launch, fused=not flight.timed
                 )
             except BaseException as error:
-                # only after a failure: the loop would pay for every leaf in every window
+                # only after a failure: in every window, a check of every leaf would cost too much
                 PROCESSES.raised(error)
                 explain(state, runner.state, fleet, error)
                 raise
@@ -92,7 +92,7 @@ class Training(Pipeline[WindowRunner]):
             # if windows are pending, the metrics are those of an earlier one
             flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
             metrics = dict(flight.metrics)  # a copy: the watcher thread reads the original
-            if self._one_reader:  # its arrays, too
+            if self._one_reader:  # copy the arrays, too
                 metrics = {name: array.copy() for name, array in metrics.items()}
         self._plans.append(flight.plan)
         return state, metrics
@@ -101,7 +101,7 @@ class Training(Pipeline[WindowRunner]):
         """Launch checksums of the replicas after a window if they are due; do not wait for them.
 
         They are due every so many windows, and at the first window seen, so that nothing is
-        compiled later. In a job what they say is told in the exchange of the next window.
+        compiled later. With several processes, the exchange of the next window tells the result.
         """
         every = self._options.verify_every or (None if self._job.one_process else VERIFY_IN_JOB)
         if every is None or (self._scheduler.verified and window % every):
@@ -117,24 +117,24 @@ class Training(Pipeline[WindowRunner]):
         text = mismatch(where, compared, self._feed.fleet.devices, window.sums)
         error = None if text is None else ReplicaMismatch(text)
         self._telling.verified(window.sums, error)
-        # else the next exchange tells it
+        # with several processes, the next exchange tells it
         if error is not None and self._job.one_process:
             self.errors.keep(error)
 
     def _interrupt(self) -> None:
-        """Raise a Ctrl-C that was held back once the loop has the new state."""
+        """Raise a Ctrl-C that was held back, once the loop has the new state."""
         if self.closed:
-            raise KeyboardInterrupt  # nobody asks for a next window
+            raise KeyboardInterrupt  # the loop asks for no further window
         self.errors.keep(KeyboardInterrupt())
 
     def _wait_for_means(self, window: Window | None) -> None:
-        """Wait until all windows have a mean, if devices run ahead of it.
+        """Wait until all windows have a mean, if devices run ahead of means.
 
         Args:
-            window: Wait only if it is the last one of the run; None to wait in any case.
+            window: Wait only if this is the last window of the run; None to always wait.
 
         Raises:
-            ExchangeLost: If some are lost.
+            ExchangeLost: If some windows are lost.
         """
         if self.runner.runs_ahead and (window is None or window.index == self._last):
             self._wait_for_records()
@@ -150,10 +150,10 @@ class Training(Pipeline[WindowRunner]):
 
         Args:
             state: The state before the windows; given up if windows run again.
-            windows: Windows that are to be dispatched. If a process was lost since the last one,
-                they are the same in all processes.
-            lost: Whether an exchange was lost since the last call. Where the loop runs ahead of
-                exchanges, this process may know of a loss that another one does not know of yet.
+            windows: Windows to dispatch. If a process was lost since the last one, they are the
+                same in all processes.
+            lost: Whether an exchange was lost since the last call. If the loop runs ahead of
+                exchanges, this process may know of a loss before others do.
 
         Raises:
             ProcessLostError: If data cannot be read again, or a recording is replayed.
@@ -169,7 +169,7 @@ class Training(Pipeline[WindowRunner]):
             return state, []
         first, *later = windows
         if not ahead:
-            TURNS.wait()  # in another thread a process may be found to be lost at any moment
+            TURNS.wait()  # another thread may find at any moment that a process is lost
             while self.lose(first.index):
                 if self._options.pending:
                     state = self._run_again(state, self._unfinished(state, first.index))
@@ -178,23 +178,23 @@ class Training(Pipeline[WindowRunner]):
     def _take_back(
         self, state: TrainState, windows: list[Window]
     ) -> tuple[TrainState, list[Window]]:
-        """Return the state before the windows that are lost, and these, to be trained again.
+        """Return the state before the lost windows, and these windows, to be trained again.
 
-        That is where the loop runs ahead of exchanges. They have no record yet, so all processes
-        make the same plans after them. The loop sees none of it.
+        For loops that run ahead of exchanges. The lost windows have no record yet, so all processes
+        make the same plans after them. The loop does not notice.
 
         Args:
             state: The state after these windows.
             windows: Windows to be dispatched after them, the same in all processes.
 
         Returns:
-            The state, and all windows that are to be dispatched.
+            The state, and all windows to dispatch.
 
         Raises:
             ProcessLostError: If they cannot run again.
         """
         clock = self._live_clock
-        TURNS.wait()  # in another thread a process may be found to be lost at any moment
+        TURNS.wait()  # another thread may find at any moment that a process is lost
         self._wait_for_records()
         with self._changed:
             flights, self._flights = self._flights, {}
@@ -219,16 +219,17 @@ class Training(Pipeline[WindowRunner]):
         return list(self._plans)[len(self._plans) - there :]
 
     def _run_again(self, state: TrainState, plans: Sequence[WindowPlan]) -> TrainState:
-        """Run the windows again that are pending in a state; return the state after them.
+        """Run the windows that are pending in a state again; return the state after them.
 
-        They were dispatched, and their times are known: this is neither recorded nor measured.
+        They were dispatched before, and their times are known, so this is neither recorded nor
+        measured.
         """
         clock = self._live_clock
         todo, done, own = deque(plans), list[WindowPlan](), list[np.ndarray]()
         state = self.runner.put_back(state, plans)
         while todo:
             plan, calls = self._shared_out(todo[0])
-            # what it tells of itself is whether its devices are finite: below
+            # `_check_again` tells whether its devices are finite
             own_rows = unmeasured_rows([True] * self._feed.fleet.world_size)
             rows = numbered(own_rows, plan_number(plan))
             survey = Survey(lambda rows=rows: rows)
@@ -251,7 +252,7 @@ class Training(Pipeline[WindowRunner]):
         return state
 
     def _check_again(self, plans: Sequence[WindowPlan], own: Sequence[np.ndarray]) -> None:
-        """Check windows that ran again; `own` are those of this process's devices."""
+        """Check whether windows that ran again are finite; `own` is of this process's devices."""
         if not plans:
             return
         rows, lost = self._job.gather_rows(np.stack(own, 1).astype(np.float32)), self._job.members

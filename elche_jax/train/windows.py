@@ -40,7 +40,7 @@ class Windows(Iterator[Window]):
         if not clock.inline:
             self._prefetch = Prefetch(lambda stop: pipeline.plan(stop, run), pipeline.wake)
         self._items: Iterator[Window] = self._prefetch or pipeline.plan(self._stop, run)
-        # for windows that are dropped, Python prints a Ctrl-C that was held back, and goes on
+        # when the iterator is dropped, Python prints a Ctrl-C that was held back, and goes on
         self._finish = weakref.finalize(self, pipeline.close)
 
     def __next__(self) -> Window:
@@ -69,14 +69,14 @@ class Windows(Iterator[Window]):
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         try:
             if error is None:
-                self._pipeline.end()  # left early, if not ended: the others may still go on
+                self._pipeline.end()  # the loop may have left early: the others may still go on
             elif not isinstance(error, GeneratorExit):
                 PROCESSES.raised(error)
         finally:
             self.close()
 
     def agreed(self, wish: str | None) -> frozenset[str]:
-        """Ask something of all processes; return what all know by now that one of them asks.
+        """Ask something of all processes; return the wishes that all of them know by now.
 
         Args:
             wish: One of `elche_jax.train.wishes.NAMES`; None to ask nothing more.
@@ -86,7 +86,7 @@ class Windows(Iterator[Window]):
         return self._pipeline.wishes.agreed
 
     def exclude(self, seconds: float) -> None:
-        """Leave time spent on other work since the last window was handed out out of its time."""
+        """Exclude time spent on other work from the window that was handed out last."""
         self._pipeline.on_elsewhere(seconds)
 
     def drain(self) -> None:
@@ -101,7 +101,7 @@ class Windows(Iterator[Window]):
         """End the threads of this run. Idempotent; windows handed out stay usable.
 
         Raises:
-            KeyboardInterrupt: If one was held back in the last window.
+            KeyboardInterrupt: If a Ctrl-C was held back in the last window.
         """
         self._stop.set()
         PROCESSES.loop_closes(self)

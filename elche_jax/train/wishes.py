@@ -1,4 +1,4 @@
-"""What one process asks of all: it travels in the exchange of a window, as other numbers do."""
+"""What one process asks of all; it travels in a window's exchange, like other numbers."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ NAMES: tuple[str, ...] = (
     "save", "wrote", "lost", "failed", "max_seconds", "callback", "stop", "interrupt", "exit",
     "again",
 )  # fmt: skip
-"""What may be asked: a checkpoint; to note that the last one is written, or is not; to raise what
-a process has raised; to stop, for one of several reasons; and to end, so that the job can be
-started again."""
+"""What a process may ask all to do: save a checkpoint; note that the last one was written, or was
+not; raise what a process has raised; stop, for one of several reasons; and end, so that the job can
+restart."""
 
 
 class Wishes:
@@ -20,7 +20,7 @@ class Wishes:
     counts only once every process has seen it, which is at the same window everywhere.
 
     Args:
-        one_process: Whether there is nobody else to ask.
+        one_process: Whether the job has a single process.
         in_flight: Windows that may be dispatched and not yet complete.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wishes:
         self.own |= 1 << NAMES.index(name)
 
     def clear(self, name: str) -> None:
-        """Forget what was asked up to now; all processes have to, after the same window."""
+        """Forget a wish of any process up to now; all must do so after the same window."""
         self.own &= ~(1 << NAMES.index(name))
         self._since[name] = self.dispatches
         self._found.pop(name, None)
@@ -64,7 +64,7 @@ class Wishes:
 
     @property
     def agreed(self) -> frozenset[str]:
-        """What all processes know by now that one of them asks."""
+        """The wishes that all processes know by now."""
         if self._one_process:
             return frozenset(name for at, name in enumerate(NAMES) if self.own >> at & 1)
         last = self.dispatches - self._in_flight

@@ -1,4 +1,4 @@
-"""Says which lanes may rest, and tells of lanes that cost more than they give."""
+"""Says which lanes may rest, and reports lanes that cost more than they contribute."""
 
 from collections import deque
 from statistics import median
@@ -9,11 +9,11 @@ from elche_jax.cadence import Cadence, Rest, RestState, WindowRecord
 from elche_jax.engine.lane import Fleet, Lanes, kinds_of
 
 WINDOWS = 20
-"""Steady windows on which the line is based."""
+"""Steady windows on which the log line is based."""
 
 
 def rest_of(fleet: Fleet, cadence: Cadence[Any]) -> Rest | None:
-    """Return what decides which lanes rest; None if the cadence lets none rest."""
+    """Return what decides which lanes rest; None if none may rest."""
     if not (isinstance(fleet, Lanes) and cadence.rests and fleet.job.one_process):
         return None
     return Rest(fleet.ranks)
@@ -22,9 +22,9 @@ def rest_of(fleet: Fleet, cadence: Cadence[Any]) -> Rest | None:
 class LaneWorth:
     """Logs one line for a lane that rests, or should be left out.
 
-    Of lanes that may rest it says when they begin and end to. Where none may, it names a
-    lane whose share of the work is below what the exchange costs: with one lane less, the others
-    lose its share of the microbatches, and save at most the exchange. The comparison is between
+    If lanes may rest, the line says when one begins to rest and when it works again. If none may,
+    it names a lane whose share of the work is below the cost of the exchange: without that lane,
+    the job loses its share of the microbatches, and saves at most the exchange. It compares
 
         share = median over windows of the lane's microbatches / all microbatches
         cost  = median over windows of sync_ms / wall_ms
@@ -56,7 +56,7 @@ class LaneWorth:
             if rested and not rests:
                 logger.warning(
                     "elche: %s works again: the job is %.1f %% faster with it.",
-                    # in place of the others the gain is theirs
+                    # if it works in place of others, the gain is theirs
                     _described(self._kinds[ranks[0]], ranks),
                     100 * (max(after.gain, 1 / after.gain) - 1),
                 )  # fmt: skip
@@ -72,7 +72,7 @@ class LaneWorth:
             return
         cost = median(one.sync_ms / one.wall_ms for one in self._records)
         shares = {ranks: self._share(ranks) for ranks in self._lanes}
-        # the others have nobody to exchange with without the one that does most
+        # not the one that does most: without it, the others have no one to exchange with
         most = max(shares, key=shares.__getitem__)
         for ranks, share in shares.items():
             if ranks != most and 0 < share < cost:

@@ -35,8 +35,8 @@ class CallbackContext:
     def stop(self) -> None:
         """Stop the run before its next window, with a final checkpoint if checkpoints are on.
 
-        In a job of several processes one suffices: all stop once it has told the others, three
-        windows later.
+        In a job of several processes, a call in one suffices: all stop once it has told the others,
+        three windows later.
         """
         self._control.stop("callback")
 
@@ -44,8 +44,8 @@ class CallbackContext:
 class Callback:
     """Base class for callbacks: subclass it and override the hooks you need.
 
-    All hooks run on the thread of the training loop, in a job of several processes in each of them.
-    An exception ends the run: threads are stopped, files are closed, and `Trainer.fit` or
+    All hooks run on the thread of the training loop; in a job of several processes, in every
+    process. An exception ends the run: threads are stopped, files are closed, and `Trainer.fit` or
     `Handle.join` raises it.
 
     Raises:

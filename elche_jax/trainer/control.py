@@ -88,7 +88,7 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
     def stop() -> None:
         control.stop("interrupt")
         if say and sys.stderr is not None:
-            # the same Ctrl-C may have ended who reads it, as in `train.py 2>&1 | tee log`; and the
+            # the same Ctrl-C may have ended the reader, as in `train.py 2>&1 | tee log`; and the
             # loop may be in the middle of a `print` of its own
             with suppress(OSError, ValueError, RuntimeError):
                 print(

@@ -24,7 +24,8 @@ class EpochMetrics:
         windows: Number of windows.
         examples: Number of valid examples.
         loss: Weighted mean loss over the windows with a finite loss; NaN if there are none.
-            With `delay=1` the next window reports a window's loss, and its epoch counts it.
+            With `delay=1` the next window reports a window's loss, which counts in the epoch of
+            that next window.
         metrics: Weighted means of the `aux` metrics of `loss_fn`, over the same windows; with
             local steps also of `workers` and `exchange_bytes`, see `TrainStep`.
         evaluation: Metrics of the epoch's last evaluation; empty if there was none.
@@ -160,7 +161,7 @@ class DeviceSums:
         self._new.append(record)
 
     def sum_up(self) -> None:
-        """Sum up the windows added; several together cost less than one by one."""
+        """Sum up the added windows; several together cost less than one by one."""
         while self._new:
             record = self._new.popleft()
             if record.steady:  # times of a window that compiled are meaningless

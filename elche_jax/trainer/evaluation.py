@@ -17,8 +17,8 @@ class Evaluation(check.CheckedFields):
         metric_fn: `metric_fn(params, batch)`, with model state
             `metric_fn(params, model_state, batch)`, returns a dict of metrics. Metrics
             that are not scalars are passed to callbacks only.
-        data: Evaluation data, in any form that `TrainStep.windows` accepts, except for iterators,
-            as it is read in every evaluation.
+        data: Evaluation data, in any form that `TrainStep.windows` accepts except an iterator, as
+            it is read in every evaluation.
         batch_size: Examples per microbatch; None for an iterable.
         every_epochs: Evaluate at the end of every N-th epoch, N at least 1; or None.
         every_windows: Evaluate after every N-th window, N at least 1; or None.
@@ -52,7 +52,7 @@ class Evaluation(check.CheckedFields):
             rule, got = "be readable in every evaluation", type(self.data).__name__
             todo = "Pass arrays, a dataset, or an object whose __iter__ starts anew."
             raise TypeError(check.message(where, "data", rule, got, todo))
-        # checked here, as the evaluation step would say it only after the first epoch
+        # checked here, as the evaluation step would raise only after the first epoch
         if self.batch_size is None and not isinstance(as_source(self.data), IterableSource):
             rule = "be an integer unless data is an iterable of microbatches"
             raise TypeError(check.message(where, "batch_size", rule, None))
@@ -74,7 +74,7 @@ class EarlyStopping(check.CheckedFields):
         min_delta: Smallest change that counts as an improvement, at least 0.
 
     Raises:
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range.
 
     Examples:

@@ -27,7 +27,7 @@ class Handle:
         self._polled = 0
         # not a daemon: a thread in the runtime when the interpreter ends would crash the process
         self._thread = BackgroundThread(run, name="elche-trainer", daemon=False)
-        wait_at_exit(self._thread)  # after a Ctrl-C has ended Python's own wait
+        wait_at_exit(self._thread)  # in case a Ctrl-C ends Python's own wait
         self._thread.start()
 
     @property

@@ -102,14 +102,14 @@ class FitPlan:
         return replace(asked or Checkpoints(), folder=self.folder / "checkpoints")
 
     def shared(self) -> dict[str, Any]:
-        """Return the arguments by which processes of a job meet, which all must set alike.
+        """Return the arguments that decide when processes exchange, which all must set alike.
 
-        Those of `TrainStep.init` and `TrainStep.windows` are compared there.
+        The arguments of `TrainStep.init` and `TrainStep.windows` are compared there.
         """
         return {
-            "run_dir": self.folder and Described.of("a folder"),  # that of the first
+            "run_dir": self.folder and Described.of("a folder"),  # the first process's is used
             "checkpoints": self.saving and self.saving.shared(),
-            # the data are compared when they are evaluated; a dataset may have a path of its host
+            # the data are compared when they are evaluated; a dataset may hold a path of its host
             "evaluation": settings_of(self.evaluation and replace(self.evaluation, data=None)),
             "early_stopping": settings_of(self.early_stopping),
             "max_windows": self.max_windows,

@@ -38,32 +38,35 @@ class RunRecorder:
     """The recorder of a trainer's training step, an `EpochRecorder`.
 
     During a run it sums up what is recorded and forwards it to the timeline of the
-    configuration, the timeline of the run's folder, the writers and the progress bar. If the
-    user runs a loop over the same training step, only the configuration's timeline records it.
+    configuration, the timeline of the run's folder, the writers and the progress bar. If users
+    run their own loop over the same training step, only the configuration's timeline records it.
 
     Args:
         own: The timeline of the trainer's configuration, or None.
     """
 
     reserved: Sequence[Reserved] = (EPOCH,)
-    """Names that metrics of the loss must not have, as those of an epoch would replace them."""
+    """Names that the loss's metrics must not use, as those of an epoch would replace them."""
 
     error: Exception | None = None
-    """What an output or a callback raised in a job of several processes."""
+    """The first error of an output or a callback, in a job of several processes."""
 
     def __init__(self, own: Recorder | None):
         self._own: list[Recorder] = [] if own is None else [own]
-        self._timelines = self._own  # and that of the run's folder during a run
+        self._timelines = self._own  # during a run, with that of the run's folder
         self._plan: FitPlan | None = None  # of the current run
         # a deque needs no lock: watcher threads append, the loop pops
         self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
 
     def shows_windows(self) -> bool:
-        """Return whether a timeline shows each window; the history needs some times per epoch."""
+        """Return whether a timeline shows each window.
+
+        The history needs the times of only some windows per epoch.
+        """
         return bool(self._timelines)
 
     def forget_own(self) -> None:
-        """Record nothing in the user's timeline, which is that of the first process."""
+        """Record nothing in the user's timeline, which only the first process writes."""
         self._own.clear()
 
     @contextmanager
@@ -83,7 +86,7 @@ class RunRecorder:
                 yield
             finally:
                 self._plan, self._timelines = None, self._own
-                # they hold arrays on the devices
+                # metrics hold arrays on the devices
                 self._metrics.clear()
 
     def _open(self, plan: FitPlan) -> None:
@@ -102,9 +105,9 @@ class RunRecorder:
 
     @contextmanager
     def failing(self) -> Generator[None]:
-        """Keep an error of the block in a job of several processes, until all can raise.
+        """Keep an error of the block in a job of several processes, until all can raise it.
 
-        They would wait in the next window for a process that raised at once.
+        If a process raised at once, the others would wait for it in the next window.
         """
         try:
             yield
@@ -176,7 +179,7 @@ class RunRecorder:
                 writer.scalars(step, values)
 
     def show(self, cursor: Cursor) -> None:
-        """Show the progress; `cursor` is the current place in the data."""
+        """Show the progress; `cursor` is the current position in the data."""
         sums = self.sums
         if self._progress is None or sums is None:
             return
@@ -189,7 +192,7 @@ class RunRecorder:
         self._progress.update(sums.epoch, done, known, rate, busy)
 
     def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
-        """Record an evaluation made at this place in the data."""
+        """Record an evaluation made at this position in the data."""
         if self.sums is not None:
             self.sums.evaluation = dict(results)
         self.add(
@@ -198,7 +201,7 @@ class RunRecorder:
         )  # fmt: skip
 
     def end_epoch(self, end: Cursor, whole: bool) -> EpochMetrics:
-        """Return the metrics of the epoch that ended at this place, and record it if whole."""
+        """Return the metrics of the epoch that ended at this position, and record it if whole."""
         assert self.sums is not None
         if whole:
             self.show(end)  # before the devices' times of the epoch are taken
@@ -254,7 +257,7 @@ class Table(CSVWriter):
             super().scalars(step, values)
         except OSError as error:
             logger.warning("elche: %s is no longer written: %s", self._path, error)
-            error.filename = error.filename or str(self._path)  # a full disk does not say it
+            error.filename = error.filename or str(self._path)  # not set if the disk is full
             self._lost = error
 
     def __enter__(self) -> "Table":
@@ -272,7 +275,7 @@ def write_report(folder: Path) -> None:
     """Write the report page of a run; its other files must be closed."""
     try:
         run = read_run(folder)
-    except ValueError as error:  # as in `_timeline`
+    except ValueError as error:  # a damaged file, as in `_timeline`
         logger.warning("elche: report.html was not written: %s", error)
         return
     write_page(run, folder / "report.html", title=folder.name)

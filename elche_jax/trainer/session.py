@@ -32,7 +32,7 @@ REFRESH_S = 0.1
 """Seconds between two updates of the metrics and the progress display."""
 
 REASONS = ("max_seconds", "callback", "stop", "interrupt", "exit")
-"""Why a process may ask all to stop; the first one counts if several do."""
+"""Why a process may ask all to stop; if there are several reasons, the first one counts."""
 
 MAX_PENDING = 64
 """Windows whose metrics may wait for an update; they occupy device memory until then."""
@@ -153,13 +153,13 @@ class Session:
                 return
             self._train_one(window)
         self._between(None)
-        if self._job.one_process:  # too late for the others to know
+        if self._job.one_process:  # with several processes it is too late to tell the others
             self._stopped = self._control.reason or self._stopped
 
     def _train_one(self, window: Window) -> None:
         sums = self._recorder.sums
         if sums is None:
-            # a checkpoint of the user's own loop has no sums: it may be of the middle of an epoch
+            # a checkpoint of the user's own loop has no sums, and may be from mid-epoch
             midway = window.epoch == self._cursor.epoch and self._cursor.microbatch > 0
             sums = self._recorder.sums = EpochSums(window.epoch, whole=not midway)
         self._state, self._metrics = self._train(self._state, window)
@@ -191,7 +191,7 @@ class Session:
             self._clock = now  # start of an epoch
 
     def _stopping(self) -> bool:
-        """Return whether to stop before the next window: what all processes know decides."""
+        """Return whether to stop before the next window, decided by what all processes know."""
         plan, wish = self._plan, self._control.reason
         limit = plan.max_seconds if self._window is not None else None  # always train one window
         if wish is None and limit is not None and time.perf_counter() - self._begun >= limit:
@@ -211,13 +211,13 @@ class Session:
         return bool(reasons)
 
     def _raise_failure(self) -> None:
-        """Raise what a callback or an output raised in some process, in all of them."""
+        """Raise in all processes what a callback or an output raised in one of them."""
         self._drain()
         self._job.raise_alike("Trainer.fit", self._recorder.error)
 
     def _end(self) -> None:
         """Save and report the last windows, and wait for the last checkpoint."""
-        # first: the history of a run that goes on must not hold the partial epoch
+        # first: when the run is resumed, its history must not hold the partial epoch
         self._save(force=True)
         if self._recorder.sums is not None:
             self._end_epoch(whole=False)
@@ -235,7 +235,7 @@ class Session:
         assert sums is not None
         if whole and _due(evaluation and evaluation.every_epochs, sums.epoch):
             self._evaluate()
-        # after it, as it waits once more; the history is the same everywhere
+        # after the evaluation, which waits once more; the history is the same in all processes
         seconds = sums.seconds
         sums.seconds = self._job.by_first(lambda: seconds)
         metrics = self._recorder.end_epoch(self._cursor, whole)
@@ -271,7 +271,7 @@ class Session:
         if force or due:
             self._drain()
             score = self._watching.score(self._cursor.window)
-            # taken now: the thread that writes them runs beside the next windows
+            # taken now: the thread that writes them runs during the next windows
             notes = self._notes()
             self._saver.save(
                 self._state, self._window, force=True, score=score, notes=lambda: notes
@@ -338,7 +338,7 @@ class Session:
         self._state, cursor, notes = self._saver.restore_all(self._state, self._plan.resume)
         if cursor is None:
             return None
-        # `windows` would refuse it with a message about a cursor, which `fit` does not have
+        # `windows` would reject it with a message about a cursor, which `fit` does not have
         epochs = self._plan.epochs
         if epochs is not None and cursor.epoch >= epochs:
             rule = f"be at least {cursor.epoch + 1}, the epochs that the saved run has begun"

@@ -44,8 +44,8 @@ def taking(
 class Trainer:
     """Train a model: loop, evaluation, checkpoints, logging and progress display.
 
-    In a job of several processes all call `fit` alike. The first process writes all files and
-    shows the progress; callbacks run in all of them.
+    In a job of several processes, all call `fit` alike. The first process writes all files and
+    shows the progress; callbacks run in every process.
 
     Args:
         loss_fn: As in `build_train_step`.
@@ -55,7 +55,7 @@ class Trainer:
             `averaging`, `has_aux`, `nonfinite`, `trainable`, ...
 
     Raises:
-        TypeError, ValueError: As `build_train_step`.
+        TypeError, ValueError: As in `build_train_step`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -84,7 +84,7 @@ class Trainer:
         timeline = config.or_given(timeline=options.get("timeline"))["timeline"]
         check_timeline("Trainer", timeline)
         self._recorder = RunRecorder(timeline)
-        # its timeline would be a second one: the recorder passes everything on to it
+        # the recorder passes everything on to it, and only one of the two may be given
         config = replace(config, timeline=None)
         options["timeline"] = self._recorder
         self._train = build_train_step(loss_fn, optimizer, config=config, **options)
@@ -155,13 +155,14 @@ class Trainer:
             Parameters, history, report and state.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or another one in another process of a
+            TypeError, ValueError: An argument is invalid, or differs between the processes of a
                 job; the message names it.
             RuntimeError: This trainer is already running.
             NonFiniteError: As in `TrainStep`.
             CheckpointError: A checkpoint could not be written. An error raised after training
                 has finished holds the result as `error.result`.
-            RestartRequested: The job was asked to start again, and a checkpoint is written.
+            RestartRequested: The job was asked to restart, and a checkpoint is on disk or kept in
+                memory.
         """
         run, control = self._session(params, data, batch_size, epochs, options)
         with interrupts(control, say=options.get("progress", True)):

@@ -39,8 +39,8 @@ class Watching:
         """Set the names of the training metrics.
 
         Raises:
-            ValueError: A monitored metric does not exist, as far as is known, or a metric has a
-                name that is taken in metrics.csv.
+            ValueError: A monitored metric is known not to exist, or a metric has a name that is
+                taken in metrics.csv.
         """
         self._training = names
         self._check()
@@ -58,8 +58,8 @@ class Watching:
         """Take the metrics of an evaluation after `step` windows.
 
         Raises:
-            ValueError: A monitored metric does not exist, as far as is known, or a training
-                metric has the name that an evaluation metric is reported by.
+            ValueError: A monitored metric is known not to exist, or a training metric has the name
+                under which an evaluation metric is reported.
         """
         if self._evaluated is None and self._rule is not None and self._rule.monitor in results:
             self._patience = Patience()  # until now it tracked the training metric of that name
@@ -80,7 +80,7 @@ class Watching:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the output of `to_dict`; reset if another metric is monitored now."""
         if self._plan.evaluation is not None:
-            # an empty list is that of a run without an evaluation: the names are still unknown
+            # an empty list comes from a run without an evaluation: the names are still unknown
             self._evaluated = saved["evaluated"] or None
         if self._rule is None or saved["rule"] is None:
             return

@@ -21,7 +21,7 @@ class Average:
     """The mean of a window and its metrics.
 
     Attributes:
-        mean: The mean, to be sent to the devices.
+        mean: The mean to send to the devices.
         metrics: Metrics of the window; per-device ones have shape `(devices,)`.
         own: For every device, whether its delivery was finite; True if it delivered nothing.
     """
@@ -37,7 +37,8 @@ class HostAverage:
 
     Attributes:
         reduction: The reduction of contributions to a mean.
-        job: The processes, which average the same windows in one order; None for one.
+        job: The processes, which average the same windows in the same order; None for a single
+            process.
     """
 
     reduction: Reduction
@@ -49,18 +50,18 @@ class HostAverage:
         """Average the deliveries of one window.
 
         Args:
-            deliveries: By rank, at least one; None for a device that is late. Those of this
-                process.
+            deliveries: The deliveries of this process by rank, at least one; None for a device that
+                is late.
             window: Index of the window, for an exponent that is a schedule.
-            survey: What processes tell each other, measured in this one; None if there is one.
+            survey: What processes tell each other, measured in this one; None for a single process.
 
         Raises:
-            ExchangeLost: In all processes that are there, if one of the others has ended since the
-                window was dispatched: what it had delivered may be in a part of the sums.
+            ExchangeLost: In all live processes, if another process has ended since the window was
+                dispatched: its deliveries may be in some of the sums.
         """
-        self._check_members(survey)  # an exchange of before has found it, in all processes
+        self._check_members(survey)  # an earlier exchange found a process gone, in all processes
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
-        # NumPy: on the CPU backend a program waits for those dispatched to its device before it, so
+        # NumPy, as a program of the CPU backend waits for those dispatched to its device earlier:
         # the average of a window would wait for the next window's steps
         axis = self._axis(len(deliveries), tuple(there))
         contributions = [one.contribution for one in there.values()]

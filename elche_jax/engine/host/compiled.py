@@ -1,4 +1,4 @@
-"""The compiled programs of windows that are averaged on the host, for each device on its own."""
+"""The compiled programs of windows that are averaged on the host, a set for each device."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -39,7 +39,7 @@ class Programs:
         cache: Compiled programs.
         state: Shapes of the stacked state.
         limits: How far devices may run ahead.
-        number: Tells the programs of this runner from those of others.
+        number: Distinguishes the programs of this runner from those of others.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Programs:
 
         def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
             (_, pending, delivery), _ = program.deliver(part, state, carried, False, True)
-            # with one device, so that nothing is exchanged; shapes do not depend on their number
+            # over one device, so nothing is exchanged; shapes do not depend on how many there are
             return pending, *reduction(DeviceAxis(1), delivery.contribution, 0)
 
         made = [jax.eval_shape(partial(reduced, part), thin, self.local) for part in self.parts]
@@ -79,8 +79,10 @@ class Programs:
         self.no_metrics["finite"] = np.bool_(True)
 
     def thin(self, state: TrainState) -> TrainState:
-        """Drop frozen parameters, the key, and pending windows, which exist only in runs without
-        the host."""
+        """Drop frozen parameters, the key and pending windows.
+
+        A state has pending windows only from runs without an exchange on the host.
+        """
         state = with_averaging(state, pending=())
         return state.replace(params=self._split(state.params)[0], key=None)
 
@@ -92,12 +94,12 @@ class Programs:
         return self._each(self._accumulate, ("host accumulate", payload.signature), *args)
 
     def delivering(self, part: int) -> list[Program]:
-        """Return the programs that end a window in which a part is exchanged."""
+        """Return the programs that end a window in which this part is exchanged."""
         args = (self._thin, self._carried, _FLAG, _FLAG)
         return self._each(self._deliver[part], ("host deliver", part), *args)
 
     def applying(self, part: int, later: int) -> list[Program]:
-        """Return the programs that apply a mean when there are so many later windows."""
+        """Return the programs that apply a mean with `later` windows after it."""
         pending = self.pending
         ended = Ended(self._thin, self._thin, pending, part, [pending] * later)
         args = (ended, self._means[part], _FLAG)
@@ -112,21 +114,21 @@ class Programs:
         ]
 
     def get(self, programs: Sequence[Program]) -> list[PerDevice]:
-        """Return a program for each device; those that are missing are compiled, see `compile`."""
+        """Return a program for each device; missing ones are compiled, see `compile`."""
         return compiled(programs[:1], self._cache) + compiled(programs[1:], self._cache)
 
     def compile(self, programs: Sequence[Sequence[Program]]) -> None:
-        """Compile programs, each given for all devices, at the same time.
+        """Compile programs at the same time, each given for all devices.
 
-        Those of the first device come first: JAX's persistent cache, if there is one, then has
-        them for GPUs of its kind.
+        Those of the first device come first: JAX's persistent cache, if enabled, then has them for
+        the other GPUs of its kind.
         """
         first, *others = zip(*programs, strict=True)
         compiled(first, self._cache)
         compiled([one for own in others for one in own], self._cache)
 
     def laters(self) -> Sequence[int]:
-        """Return how many later windows there may be when a mean is applied."""
+        """Return the possible numbers of later windows when a mean is applied."""
         if not self._limits.ahead:
             return (0,)
         delay = self._limits.delay

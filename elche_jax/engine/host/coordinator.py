@@ -2,18 +2,18 @@
 
 A window is *launched* by the loop, *closed* when every device that got programs has
 delivered and the average is computed, and *over* when it has been reported. A device that
-has not delivered `timeout_s` after the first one is *late*: the window is closed without
-it, no later window waits for it, and it gets no work until all its deliveries have arrived.
-The work of a late device is lost. When its delivery arrives, `learned` is called with the
-times of the window. If the device was late before and never on time since, it is slow rather
-than hung once, and the times are to reduce its work.
+has not delivered `timeout_s` seconds after the first one is *late*: the window is closed
+without it, no later window waits for it, and it gets no work until all its deliveries have
+arrived. The work of a late device is lost. When its delivery arrives, `learned` is called with
+the times of the window. If the device was late before and has not been on time since, it is slow
+rather than hung once, and the times serve to reduce its work.
 
 If devices run ahead, none waits at the end of a window. The cost of the exchange is then the
 idle time of the busiest device before the window, since its last delivery.
 
-If a process of the job ends, the window that is being averaged is *lost*, and so are those launched
-after it, as their devices began them in a job that is no longer there. None of them is averaged
-until the loop has taken them back, in all processes before the same window.
+If a process of the job ends, the window being averaged is *lost*, and so are those launched after
+it, as their devices began them in a job that no longer exists. No window is averaged until the loop
+has taken them back, in all processes before the same window.
 """
 
 import threading
@@ -37,11 +37,11 @@ class Outcome:
 
     Attributes:
         average: Its average.
-        late: Ranks of the devices that had work in it and are not part of the average.
-        missing: Ranks of the devices that got programs and had not delivered, with or without
-            work.
+        late: Ranks of the devices with work that are not part of the average.
+        missing: Ranks of the devices with programs, with or without work, that had not delivered.
         ahead: Whether devices ran ahead of it.
-        will_be_known: Whether `learned` will be called with it, once its late devices are back.
+        will_be_known: Whether `learned` will be called with its times, once its late devices are
+            back.
     """
 
     average: Average
@@ -68,21 +68,22 @@ class OpenWindow:
         step: Index of the window in the training state.
         absent: Ranks of the devices that got no programs.
         ahead: Whether the loop continues before the window is closed.
-        survey: What the processes of a job tell each other of it; None if there is one.
+        survey: What the processes of a job tell each other of it; None for a single process.
         got: Deliveries so far.
         ends: When the device was done; None if unknown.
         begins: When the device began.
-        gaps: Seconds for which the device was idle before.
+        gaps: Seconds for which the device was idle before the window.
         first: When the first device with work delivered.
-        outcome: Its outcome, from the close of the window until it was reported.
+        outcome: Its outcome, from the close of the window until it is reported.
         late: Ranks of the devices with work that are not part of the average.
         missing: Ranks of the devices with programs that are not part of the average.
         applied: When the devices had applied the average, if the loop waits for that.
         registered: Whether the loop allows it to be reported.
         closing: Whether averaging has begun: deliveries from now on are too late.
         abandoned: Whether it is never reported.
-        tardy: Whether it was reported and is to be reported again, once its late devices are back.
-        lost: Whether it has no average, as a process of the job has ended.
+        tardy: Whether it was reported and will be passed to `learned` once its late devices are
+            back.
+        lost: Whether it has no average because a process of the job has ended.
     """
 
     number: int
@@ -136,17 +137,17 @@ class Coordinator:
         limits: How long to wait, and how far devices may run ahead.
         done: Called with every window that is over, in order.
         learned: Called with the times of a window once its late devices have delivered.
-        failed_: Called with an exception raised in a thread; with `ExchangeLost` if windows are
+        failed_: Called with an exception raised in a thread, and with `ExchangeLost` if windows are
             lost that devices have run ahead of.
         changed: Lock and condition of all attributes below, notified of every change.
-        stop: Set when the threads are to end.
+        stop: Set to end the threads.
         late: Ranks of the devices that are late.
-        owed: By rank, number of deliveries that are still to come.
+        owed: By rank, number of deliveries still to come.
         free: By rank, when the device delivered last.
         incidents: By rank, how often the device became late since it was last on time.
         windows: Windows that are not over, by number, oldest first.
         unread: Closed windows that the loop has not read yet, if devices run ahead.
-        lost: Number of the oldest window that is lost, if devices run ahead; None if none is.
+        lost: Number of the oldest lost window, if devices run ahead; None if there is none.
         error: The first exception raised in a thread.
     """
 
@@ -169,10 +170,10 @@ class Coordinator:
     # -- the loop --------------------------------------------------------------------
 
     def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
-        """Wait until a window of these counts takes no device too far ahead.
+        """Wait until a window with these counts takes no device too far ahead.
 
         Returns:
-            The ranks that are late then, never all of them.
+            The ranks that are late by then, never all ranks.
         """
         with interruptible(), self.changed:
             self._until(lambda: self._has_room(counts))
@@ -191,11 +192,11 @@ class Coordinator:
         """Wait until a window is closed.
 
         Raises:
-            ExchangeLost: If it never will be, as a process of the job has ended.
+            ExchangeLost: If it will never be closed, as a process of the job has ended.
         """
         with interruptible(), self.changed:
             window = self.windows[number]
-            # an earlier one may be lost, too, whose state the loop has dropped
+            # an earlier window, whose state the loop has dropped, may be lost, too
             self._until(lambda: window.outcome or window.lost or self.lost is not None)
             if window.outcome is None:
                 raise ExchangeLost
@@ -208,7 +209,7 @@ class Coordinator:
             return list(closed)
 
     def next_closed(self) -> tuple[int, Outcome]:
-        """Wait for the oldest closed window that was not returned yet.
+        """Wait for the oldest closed window that has not been returned yet.
 
         Raises:
             ExchangeLost: If there will be none, as a process of the job has ended.
@@ -220,9 +221,9 @@ class Coordinator:
             return self.unread.popleft()
 
     def take_back(self) -> int | None:
-        """Drop all windows that are lost; return the number of the oldest, None if none is.
+        """Drop all lost windows; return the number of the oldest, or None if there is none.
 
-        Their deliveries are in no mean. Those that are still to come are dropped, too.
+        Their deliveries are in no mean; those still to come are dropped, too.
         """
         with self.changed:
             first, self.lost = self.lost, None
@@ -264,7 +265,7 @@ class Coordinator:
                 window.abandoned = True
 
     def _gaps(self, at: float, absent: frozenset[int]) -> list[float]:
-        """Return each device's idle time so far; for those without programs, the longest."""
+        """Return each device's idle time so far; for devices without programs, the longest."""
         gaps = [
             0.0 if owed or free is None else max(0.0, at - free)
             for owed, free in zip(self.owed, self.free, strict=True)
@@ -283,14 +284,14 @@ class Coordinator:
     @property
     def _open(self) -> list[OpenWindow]:
         """Windows that will have an average and have none yet, oldest first."""
-        if self.lost is not None:  # the oldest one is, and so are the others
+        if self.lost is not None:  # from the oldest on, all are lost
             return []
         return [w for w in self.windows.values() if w.outcome is None and not w.lost]
 
     def _has_room(self, counts: tuple[int, ...]) -> bool:
         owed = [w for w in self._open if self._missing(w)]
         bounds = [(self._open, self.limits.max_overshoot), (owed, self.limits.max_batch_diff)]
-        # one must be left to run the window, and to copy the state of late ones from
+        # one device must be left to run the window, and to copy the state of late devices from
         return len(self.late) < self.world_size and all(
             most is None or beyond([w.counts for w in windows], counts) <= most
             for windows, most in bounds
@@ -320,7 +321,7 @@ class Coordinator:
     def _report_late(self, window: OpenWindow) -> None:
         """Call `learned` if a window is over and its last delivery has now arrived.
 
-        It is told when the devices began, or None if a late device is not known to be slow.
+        It also gets when the devices began, or None if a late device is not known to be slow.
         """
         with self.changed:
             known = all(window.ends[r] is not None for r in window.worked)
@@ -329,7 +330,7 @@ class Coordinator:
             window.tardy = False
             slow = all(self.incidents[rank] > 1 for rank in window.late)
             times, begins = _times(window), list(window.begins) if slow else None
-        # without the lock, which a cadence that reads the training step may wait for
+        # without the lock: a cadence that reads the training step may wait for it
         self.learned(times, begins)
 
     def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:
@@ -372,7 +373,7 @@ class Coordinator:
         self._report(window.number)
 
     def lose(self, window: OpenWindow) -> None:
-        """Note that a window has no average, as a process of the job has ended."""
+        """Record that a window has no average, as a process of the job has ended."""
         with self.changed:
             window.lost, window.got = True, []
             if window.ahead:
@@ -392,7 +393,7 @@ class Coordinator:
         self.failed_(error)
 
     def end(self) -> None:
-        """Stop everyone who waits."""
+        """Stop the threads, and wake all that wait."""
         self.stop.set()
         with self.changed:
             self.changed.notify_all()
@@ -407,7 +408,7 @@ class Coordinator:
             window = self.windows.get(number)
             if window is None or window.outcome is None or not window.complete:
                 return
-            del self.windows[number]  # by this thread: `done` is called without the lock
+            del self.windows[number]  # claimed here: `done` is called without the lock
             times, outcome = _times(window), window.outcome
         try:
             self.done(times, outcome)
@@ -420,13 +421,13 @@ class Coordinator:
 
 
 def _times(window: OpenWindow) -> WindowTimes:
-    """Return when the devices were done; those still unknown count as done with the last one."""
+    """Return a window's times; a device whose end is unknown counts as done with the last one."""
     known = [end for end in window.ends if end is not None]
     ends = [max(known) if end is None else end for end in window.ends]
     combined = window.applied
     if combined is None:
         combined = tuple(end + gap for end, gap in zip(ends, window.gaps, strict=True))
-    # a late device did not wait, so that its wait says nothing about the cost of the exchange
+    # a late device did not wait, so its wait says nothing about the cost of the exchange
     pairs = list(zip(ends, combined, strict=True))
     cost = min(c - a for rank, (a, c) in enumerate(pairs) if rank not in window.missing)
     combined = tuple(a + cost if r in window.missing else c for r, (a, c) in enumerate(pairs))

@@ -1,4 +1,4 @@
-"""An exchange on the host: one thread per device fetches deliveries, one more averages them."""
+"""An exchange on the host: one thread per device fetches deliveries, another averages them."""
 
 import threading
 import time
@@ -40,8 +40,8 @@ class LiveExchange(Clock):
         coordinator: The windows of the run.
         averaging: Averages the deliveries of a window.
         seconds: Emulated durations; or None.
-        left: Called on close with the session and the outcomes of its windows in flight, in their
-            order, if all of those are closed.
+        left: Called on close with the session and the outcomes of its windows in flight, in
+            order, if all of these windows are closed.
     """
 
     ends_windows: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class LiveExchange(Clock):
         self.used = False
         self._loop: threading.Thread | None = None
         self.coordinator = coordinator
-        # threads refer to the coordinator only, so that they end with the last reference to self
+        # threads refer only to the coordinator, so they end with the last reference to self
         self._fetch = partial(_fetch, coordinator, seconds)
         self._threads = DeviceThreads(
             "fetch", coordinator.world_size, coordinator.failed, coordinator.end,
@@ -78,26 +78,26 @@ class LiveExchange(Clock):
 
     @property
     def patience(self) -> float:
-        """See `Clock.patience`: the timeout if the next run can go on with the session."""
+        """See `Clock.patience`: the timeout if the next run can continue the session."""
         session = self.session
-        # dropped as garbage by another thread, this could wait for that one; at the end of the
-        # process nobody goes on
+        # if another thread drops this as garbage, it could wait for itself; when the process ends,
+        # no run continues
         waits = self._loop is threading.current_thread() and threading.main_thread().is_alive()
         if session is None or not session.begun or session.state() is None or not waits:
             return 0.0
         return self.coordinator.limits.timeout_s
 
     def launch(self, window: OpenWindow, deliveries: Sequence[Delivery | None]) -> None:
-        """Hand over the deliveries of a window, arrays that are still being computed.
+        """Hand over the deliveries of a window, whose arrays are still being computed.
 
         Args:
-            window: The window; numbers are ascending.
+            window: The window; numbers must ascend.
             deliveries: By rank, leaves `(1, ...)` on the device; None for absent devices.
         """
         self.used, self._loop = True, threading.current_thread()
         if window.survey is not None:  # in a job of several processes
             TURNS.begin(self.coordinator)
-            MappedAcross.settle()  # what the loop has launched, before the thread begins
+            MappedAcross.settle()  # all that the loop has launched, before the thread begins
         self.coordinator.open(window)
         for rank, delivery in enumerate(deliveries):
             if delivery is not None:
@@ -114,11 +114,11 @@ class LiveExchange(Clock):
     def close(self) -> None:
         """End the threads; windows still on the devices are not averaged. Idempotent.
 
-        See `patience`: gradients of such windows are in no later delivery.
+        Gradients of such windows are in no later delivery, see `patience`.
         """
         session, self.session = self.session, None  # do not keep the state alive
         if session is not None and self._left is not None:
-            # by number: the loop may not have read those of windows before this session
+            # by number: the loop may not have read outcomes from before this session
             known = dict([*session.due, *self.coordinator.closed()])
             begun = [window.number for window in session.begun]
             # otherwise the next run begins a new session, whose first delivery includes local steps
@@ -165,7 +165,7 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
 
 
 def _measure(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> None:
-    """Measure what this process tells the others of a window whose average is being computed."""
+    """Measure what this process tells the others about a window that is being averaged."""
     rows = Measured(*survey.take().T)
     rows.left_out[list(window.late)] = True
     rows.steady[:] *= not window.late

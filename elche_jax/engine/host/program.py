@@ -22,7 +22,7 @@ class Delivery:
 
     Attributes:
         contribution: Its contribution to the mean.
-        finite: Whether its state stayed finite when it applied means since its last delivery.
+        finite: Whether its state stayed finite in all means applied since its last delivery.
     """
 
     contribution: Contribution
@@ -33,7 +33,7 @@ class Delivery:
 class HostProgram(CollectiveProgram):
     """The functions of a window, compiled for each device on its own.
 
-    `accumulate` is inherited. The other two take states without frozen parameters and key.
+    `accumulate` is inherited. The other two take states without frozen parameters and the key.
     """
 
     def deliver(
@@ -47,7 +47,7 @@ class HostProgram(CollectiveProgram):
             carried: The carry after its microbatches.
             catch_up: Whether to include the device's work in earlier windows that the host has
                 never averaged.
-            finite: The last result of `apply`, which is passed on.
+            finite: The last result of `apply`; it is passed on.
 
         Returns:
             Its state, its update, and the delivery. Updates that are not finite are left out

@@ -1,7 +1,7 @@
 """Runs windows with an exchange on the host, with separate programs for each device.
 
-A device's programs start as soon as that device is free, independently of the others, so that
-a fast device never waits unless the limits say so.
+A device's programs start as soon as that device is free, independently of the others, so a fast
+device never waits unless the limits require it.
 """
 
 import time
@@ -75,7 +75,7 @@ class HostRunner(WindowRunner):
     ):
         super().__init__(fleet, cache, state, program.rule)
         self.limits, self._seconds = limits, seconds
-        if seconds is not None and not fleet.job.one_process:  # which number devices of the job
+        if seconds is not None and not fleet.job.one_process:  # it takes ranks of the job
             ranks = fleet.job.ranks
             self._seconds = lambda step, at, count: seconds(step, ranks[at], count)
         selection = program.rule.work.selection
@@ -87,7 +87,7 @@ class HostRunner(WindowRunner):
         )
         self._locals: list[PyTree] = []
         self._left: Session | None = None
-        # False and True on every device, which are never donated
+        # False and True on every device, never donated
         bools = [np.zeros(1, bool), np.ones(1, bool)]
         self._flags = [jax.device_put(bools, device) for device in fleet.devices]
 
@@ -109,7 +109,7 @@ class HostRunner(WindowRunner):
         programs = [self._programs(call.payload) for call in calls]
         for part in self._compiled.parts:
             programs.append(self._compiled.delivering(part))
-            # devices that run ahead may meet any of these numbers in the middle of a run
+            # devices that run ahead may need any of these numbers in the middle of a run
             for later in self._compiled.laters():
                 programs.append(self._compiled.applying(part, later))
         self._compiled.compile(programs)
@@ -121,14 +121,15 @@ class HostRunner(WindowRunner):
     ) -> tuple[TrainState, dict[str, Any], Any]:
         """Run a window.
 
-        Waits for its average; if devices run ahead, waits only as long as the limits require,
-        and applies the averages that have arrived by then (see `_apply_before`). The metrics are
-        then those of the last window that was averaged; the token says whether that was finite.
+        This waits for the average of the window. If devices run ahead, it waits only as long as
+        the limits require, and applies the averages that have arrived by then (see
+        `_apply_before`). The metrics are then those of the window averaged last, and the token
+        says whether that window was finite.
         """
         if isinstance(launch.watch, LiveExchange):
             return self._run(launch.watch, state, calls, launch)
         alone = self.watch(_ignore, _ignore, _ignore, replace(self.limits, ahead=False))
-        try:  # a window of a run that was closed before
+        try:  # the run of this window is closed
             return self._run(alone, state, calls, launch)
         finally:
             alone.close()
@@ -151,15 +152,15 @@ class HostRunner(WindowRunner):
         ahead = coordinator.limits.ahead and (known or not exchange.used)
         session = session or self._begin(state)
         counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
-        exchange.session = session  # as it was, if the wait for room is interrupted
+        exchange.session = session  # kept, in case the wait for room is interrupted
         # a device that is back has the state of the others at the last window, see `_restore`
         absent = coordinator.admit(counts)
-        if session.begun:  # a Ctrl-C would lose these windows: from now on it waits for this one
+        if session.begun:  # a Ctrl-C would lose these windows: from here it waits for this one
             launch.hold()
         exchange.session = None  # after an exception below, the next call starts a new session
         try:
             session.absent = set(absent)
-            # with a delay, averages are applied exactly that late (below), the same in every run
+            # with a delay, averages are applied exactly that late (below), so every run is the same
             if self.limits.delay is None:
                 self._apply_before(session, coordinator, launch.counts)
             # after that, which may wait for another process: no device works for the window then
@@ -168,7 +169,7 @@ class HostRunner(WindowRunner):
             window = OpenWindow(launch.number, at, counts, step, absent, ahead, survey)
             reports = self._rule.reports(session.parts[session.present[0]])
             reports = {name: value[0] for name, value in reports.items()}
-            # the order matters: averages that are known go into the state before its next window
+            # the order matters: known averages go into the state before its next window
             deliveries = self._dispatch(session, window, calls, launch, catch_up=not known)
             exchange.launch(window, deliveries)
             self._apply_after(session, coordinator, window, known)
@@ -176,13 +177,13 @@ class HostRunner(WindowRunner):
         except BaseException as error:
             self._locals = []
             coordinator.abandon(launch.number)
-            if isinstance(error, ExchangeLost) and ahead:  # the windows are taken back from here
+            if isinstance(error, ExchangeLost) and ahead:  # to take the windows back from here
                 session.state, exchange.session = weakref.ref(state), session
             raise
         launch.hold()
         session.state = weakref.ref(new)
         exchange.session = session
-        # the programs donate no state, so it is given up here
+        # no program donates the state, so it is freed here
         if not session.absent:  # with absent devices, the new state shares arrays with the old
             for leaf in jax.tree.leaves(self._compiled.thin(state)):
                 leaf.delete()
@@ -191,7 +192,7 @@ class HostRunner(WindowRunner):
         return new, metrics, metrics["finite"]
 
     def _session_of(self, exchange: LiveExchange, state: TrainState) -> Session | None:
-        """Return the session that returned a state, of this run or an earlier one, if any."""
+        """Return the session, of this run or an earlier one, that returned a state, if any."""
         session = exchange.session
         if session is None:
             session, self._left = self._left, None
@@ -207,10 +208,10 @@ class HostRunner(WindowRunner):
         while session.begun and session.begun[0].number < first:
             self._apply_next(session, clock.coordinator)
         lost = session.begun
-        # steps of an earlier run went with a delivery that is lost; the state before has none
+        # steps of an earlier run went with a lost delivery; the state before has none
         if len(lost) < windows or any(one.carries for one in lost):
             return None
-        for rank in session.absent:  # it lacks the means before
+        for rank in session.absent:  # it lacks the earlier means
             self._restore(session, rank)
         state = self.put_back(self._whole(session, state), lost)
         new = self._begin(state)
@@ -221,7 +222,7 @@ class HostRunner(WindowRunner):
         return state
 
     def _keep(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
-        """Keep the session of a run that ends for the next run, while its state is alive."""
+        """Keep the session of an ending run for the next run, as long as its state is alive."""
         state = session.state()
         if state is None:
             return
@@ -239,7 +240,7 @@ class HostRunner(WindowRunner):
 
     def _begin(self, state: TrainState) -> Session:
         """Begin a new session; work that was never averaged goes with the next delivery."""
-        # over lanes, one device may hold what all have
+        # with lanes, one device may hold a value for all
         state = self.fleet.restack(jax.tree.map(self._on_devices, state))
         ranks = range(len(self))
         thin, frozen = self._compiled.thin(state), (self._split(state.params)[1], state.key)
@@ -289,22 +290,23 @@ class HostRunner(WindowRunner):
 
     def _carry_steps(self, parts: Sequence[TrainState]) -> bool:
         """Return whether a device may have local steps that are in no mean."""
-        if not self.runs_ahead:  # asked only if windows that are lost run again
+        if not self.runs_ahead:  # it matters only if lost windows run again
             return False
         kept = [part.averaging for part in parts if part.averaging is not None]
         steps = jax.tree.leaves([one.steps for one in kept])
         deadline = time.monotonic() + self.limits.timeout_s
         while not all(leaf.is_ready() for leaf in steps):
-            if time.monotonic() > deadline:  # one hangs
+            if time.monotonic() > deadline:  # a device hangs
                 return True
             time.sleep(1e-3)
         return any(bool(np.asarray(leaf).any()) for leaf in steps)
 
     def _apply_before(self, session: Session, coordinator: Coordinator, counts: Counts) -> None:
-        """Apply averages before a window of these counts begins.
+        """Apply averages before a window with these counts begins.
 
-        In one process these are all that are known. The processes of a job do not know the same at
-        the same time, so each applies those without which the window would begin too far ahead.
+        In one process, these are all known averages. The processes of a job learn averages at
+        different times, so each applies only those without which the window would begin too far
+        ahead.
         """
         if self.fleet.job.one_process:
             due, session.due = session.due, deque()
@@ -318,14 +320,15 @@ class HostRunner(WindowRunner):
     ) -> None:
         """Apply the averages that are due once a window is dispatched.
 
-        Unless devices run ahead, that is its own, or the one as many windows before as the delay
-        says. A session that has just begun (not `known`) has none before.
+        With a delay, that is the average of the window that many windows before. Without one, it is
+        the window's own average, or none if devices run ahead. A session that has just begun (not
+        `known`) has no windows before: its first average is due at once unless devices run ahead.
         """
         if not window.ahead:
             outcome = coordinator.outcome(window.number)
             session.absent.update(outcome.missing)
             session.due.append((window.number, outcome))
-            # after the run was closed, windows before it may still be pending
+            # if the run is closed, windows before this one may still be pending
             later = self.limits.delay or 0 if known else 0
             while len(session.begun) > later:
                 self._apply_next(session, coordinator)
@@ -336,7 +339,7 @@ class HostRunner(WindowRunner):
             self._restore(session, rank)
 
     def _apply_next(self, session: Session, coordinator: Coordinator) -> None:
-        """Wait for the average of the oldest window that has none applied, and apply it."""
+        """Wait for the oldest average that is not applied yet, and apply it."""
         due = session.due.popleft() if session.due else coordinator.next_closed()
         self._apply_closed(session, [due])
 
@@ -366,7 +369,7 @@ class HostRunner(WindowRunner):
         session.parts[rank], session.finite[rank] = state, finite
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
-        """Return the update of a device in a window in which it got no programs."""
+        """Return the update of a device for a window in which it got no programs."""
         rule, changes = self._rule, []
         if rule.late:
             now = rule.merge.of_sent(session.parts[rank].model_state)

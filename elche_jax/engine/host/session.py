@@ -22,8 +22,8 @@ class Begun:
         part: Index of the part of the parameters that is exchanged.
         pending: By rank, the device's update; None if it got no programs.
         before: By rank, the state at the start of the window; empty if devices run ahead.
-        finite: By rank, what its delivery tells of the state, see `Session.finite`.
-        carries: Whether its deliveries have local steps of earlier runs, which are in no mean yet.
+        finite: By rank, the flag in its delivery, see `Session.finite`.
+        carries: Whether its deliveries include local steps of earlier runs that are in no mean yet.
     """
 
     number: int
@@ -44,11 +44,11 @@ class Session:
         parts: By rank, the state with trained parameters only and without the key.
         frozen: By rank, the frozen parameters and the key.
         step: Number of windows it has seen.
-        finite: By rank, whether the state stayed finite when means were applied since the last
+        finite: By rank, whether the state stayed finite in all means applied since the last
             delivery.
         metrics: Metrics of the window averaged last.
         begun: Windows whose average is not applied yet, oldest first.
-        due: Outcomes of the first of these, if an earlier run has closed them.
+        due: Known outcomes of the oldest of these windows.
         absent: Ranks of late devices, which get no programs.
         state: Weak reference to the state as returned; any other state starts a new session.
     """

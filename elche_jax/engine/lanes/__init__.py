@@ -1,1 +1,1 @@
-"""Windows over several lanes: contributions cross to the lead, what is agreed on crosses back."""
+"""Windows over several lanes: contributions cross to the lead, the agreed result crosses back."""

@@ -31,10 +31,10 @@ class Ending:
     """The compiled programs that end a window.
 
     Attributes:
-        contribute: For each lane, see `LanesProgram.contribute`.
-        agree: For the lead, see `LanesProgram.agree`; `agree_across` in a job of several
+        contribute: One for each lane, see `LanesProgram.contribute`.
+        agree: The lead's, see `LanesProgram.agree`, or `agree_across` in a job of several
             processes.
-        adopt: For each lane, see `LanesProgram.adopt`.
+        adopt: One for each lane, see `LanesProgram.adopt`.
     """
 
     contribute: Sequence[PerDevice]
@@ -46,16 +46,16 @@ class Programs:
     """The programs of every lane and of the lead.
 
     Attributes:
-        summed: Whether the devices of a lane sum their payloads before these cross.
+        summed: Whether the devices of a lane sum their payloads before these cross to the lead.
 
     Args:
         program: The functions of a window.
         lanes: The devices.
         cache: Compiled programs.
         state: Shapes of one device's state, without what only the lead holds.
-        thin: The same without frozen parameters and key.
+        thin: The same, without frozen parameters and the key.
         held: Shapes of what only the lead holds.
-        number: Number of the runner, part of the keys.
+        number: Number of the runner, which is part of the cache keys.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Programs:
         self._sizes = [lane.world_size for lane in lanes.lanes]
         self._absent: dict[tuple[int, int], Sequence[Contribution]] = {}
         self.parts = range(program.rule.parts)
-        # `mapped` makes a function object per lane: the key of JAX's caches lacks the kind of
+        # `mapped` makes a function object per lane, as the key of JAX's caches lacks the kind of
         # the devices
         self._accumulate = [
             lane.mapped(program.in_lane(at).accumulate, _donated(lane, 1))
@@ -83,7 +83,7 @@ class Programs:
             for part in self.parts
         ]
         self._agree: dict[Hashable, MappedFunction] = {}
-        # what was agreed has the shapes of the state: there is no result for buffers of both
+        # the agreed values have the shapes of the state: no result could reuse the buffers of both
         self._adopt = [
             [lane.mapped(partial(program.adopt, part), _donated(lane, 0)) for lane in lanes.lanes]
             for part in self.parts
@@ -99,12 +99,12 @@ class Programs:
         elif key not in self._agree:
             axis = ProcessAxis(program.rule.size, tuple(members.ranks_of.values()))
             program = replace(program, across=axis)
-            # nothing is donated: if another process ends, this one goes on from what it had
+            # nothing is donated: if another process ends, this one continues from its old state
             self._agree[key] = MappedAcross(partial(program.agree_across, part), members.leads)
         return self._agree[key]
 
     def accumulating(self, lane: int, payload: Payload) -> Program:
-        """Return the program that runs microbatches of such data in a lane."""
+        """Return the program that runs microbatches with data of these shapes in a lane."""
 
         def shapes() -> tuple[PyTree, ...]:
             call_args = CallArgs(jax.ShapeDtypeStruct((CallArgs.WIDTH,), np.int32))
@@ -116,25 +116,25 @@ class Programs:
         return Program(key, self._accumulate[lane], shapes)
 
     def ending(self, part: int, lead: int) -> Ending:
-        """Return the compiled programs that end a window, for the index of the lane that leads."""
+        """Return the compiled programs that end a window led by the lane with index `lead`."""
         contribute, agree, adopt = self._ending(part, lead)
         return Ending(
             [self.get(one) for one in contribute], self.get(agree), [self.get(one) for one in adopt]
         )
 
     def get(self, one: Program) -> PerDevice:
-        """Return a program, compiled."""
+        """Return the compiled program."""
         return self._cache.get(one.key, one.build)
 
     def compile(self, programs: Sequence[Program], lead: int) -> None:
-        """Compile programs at the same time, and those that end a window."""
+        """Compile programs, and those that end a window, in parallel."""
         for part in self.parts:
             contribute, agree, adopt = self._ending(part, lead)
             programs = [*programs, *contribute, agree, *adopt]
         compiled(programs, self._cache)
 
     def prepare(self, lead: int) -> None:
-        """Compile in the background what another lane needs to lead."""
+        """Compile in the background what a lane needs in order to lead."""
         for part in self.parts:
             one = self._ending(part, lead)[1]
             if not self._cache.ready(one.key):
@@ -167,7 +167,7 @@ class Programs:
         return contribute, agree, adopt
 
     def absent(self, part: int) -> Sequence[Contribution]:
-        """Return contributions on the lead in place of devices that other processes have more."""
+        """Return zero contributions on the lead, as padding if another process has more devices."""
         missing = self._lanes.job.members.width - self._lanes.world_size
         if (part, missing) not in self._absent:
             made = self._contributed(part)[0]
@@ -189,22 +189,22 @@ class Programs:
         return [made if payload else without_payload(made) for payload in brings]
 
     def _agreed(self, part: int) -> Agreed:
-        """Return the shapes of what crosses to the devices."""
-        # the same whatever the devices are combined over
+        """Return the shapes of what crosses from the lead to the devices."""
+        # the shapes are the same for every axis
         gathered = self._gathered(part, [True] * self._program.rule.size)
         agree = partial(self._program.agree, part)
         return jax.eval_shape(agree, self._thin, self._held, gathered)[0][0]
 
 
 def _donated(lane: Lane, *arguments: int) -> tuple[int, ...]:
-    """Return which arguments a program of a lane may take over: none on the host.
+    """Return which arguments are donated to a program of a lane: none on the host.
 
-    A CPU plugin dispatches a program that takes arguments over only once these are computed, so
-    that its device would idle between two programs.
+    A CPU plugin dispatches a program with donated arguments only once these are computed, so its
+    device would idle between two programs.
     """
     return () if lane.devices[0].platform == "cpu" else arguments
 
 
 def without_payload(made: Contribution) -> Contribution:
-    """Return a contribution whose payload is part of another one of its lane."""
+    """Return a contribution without its payload, which is part of that of another in its lane."""
     return replace(made, payload=Encoded([]))

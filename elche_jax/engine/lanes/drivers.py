@@ -1,10 +1,10 @@
 """Two threads per lane: one dispatches its programs, the other waits for arrays and moves them.
 
-One more, for all lanes, dispatches what they agree on if windows are pending.
+With pending windows, one more thread, shared by all lanes, dispatches what they agree on.
 
-A lane has threads of its own because both may block. `jax.device_put` to a device of another
-client waits until the array is computed, and some backends dispatch a program that takes
-donated buffers only once it may run. Neither must delay another lane.
+A lane has its own threads because both may block. `jax.device_put` to a device of another client
+waits until the array is computed, and some backends dispatch a program with donated buffers only
+once it can run. Neither must delay another lane.
 """
 
 from collections.abc import Callable
@@ -45,18 +45,19 @@ class Drivers:
                 dispatches what the lanes agree on.
             lane: Index of the lane; 0 for `"agree"`.
             call: The function.
-            failed: Called in the thread with what it raises, before the result has it.
+            failed: Called in the thread with an exception that `call` raised, before the result
+                holds it.
         """
         result = Future[T]()
-        # JAX keeps per thread whether 64-bit types are enabled
+        # in JAX, each thread has its own setting of `enable_x64`
         work = partial(_work, call, failed, result, setting("enable_x64"))
         self._threads[name].put(lane, work)
         return result
 
     def close(self) -> None:
-        """End the threads, all of them also if a Ctrl-C ends the wait for some. Idempotent."""
+        """End all threads, even if a Ctrl-C interrupts the wait for some of them. Idempotent."""
         with ExitStack() as stack:
-            for threads in self._threads.values():  # the last one first
+            for threads in self._threads.values():  # closed in reverse order
                 stack.callback(threads.close)
 
 
@@ -65,13 +66,13 @@ class LanesClock(Stopwatch):
 
     Attributes:
         drivers: The threads.
-        failed: Called with an exception that the loop is to raise.
+        failed: Called with an exception, which the loop then raises.
 
     Args:
         world_size: Number of devices.
         lanes: Number of lanes.
         done: Called in one of the threads with the times of every window, in order.
-        failed: Called with an exception that waiting for a device raised.
+        failed: Called with an exception raised while waiting for a device.
     """
 
     def __init__(self, world_size: int, lanes: int, done: Done, failed: Failed):
@@ -80,7 +81,7 @@ class LanesClock(Stopwatch):
 
     def close(self) -> None:
         """End the threads; a window that is still running is not measured. Idempotent."""
-        self.release()  # a lane's thread may wait for times
+        self.release()  # a lane's thread may be waiting for times
         try:
             self.drivers.close()
         finally:
@@ -92,7 +93,7 @@ def _work(call: Callable[[], T], failed: Failed, result: "Future[T]", x64: bool)
         with jax.enable_x64(x64):
             found = call()
         result.set_result(found)
-    except BaseException as error:  # raised by whoever waits for the result
+    except BaseException as error:  # raised again where the result is awaited
         failed(error)
         result.set_exception(error)
 

@@ -1,9 +1,9 @@
 """The programs of a window over several lanes.
 
-A window is four programs: `accumulate` runs microbatches and `contribute` makes the device's
-contribution, on every device; `agree` computes on the lead what all devices agree on; `adopt`
-puts it into the state of every device. With windows pending, `contribute` is the first program
-of a window and `agree` runs while other devices accumulate.
+A window is four programs. On every device, `accumulate` runs microbatches and `contribute` makes
+the device's contribution. On the lead, `agree` computes what all devices agree on. `adopt` puts
+it into the state of every device. With pending windows, `contribute` is the first program of a
+window, and `agree` runs while other devices accumulate.
 """
 
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ Sent = tuple[Any, Leaves]
 
 @dataclass(frozen=True)
 class LanesProgram(CollectiveProgram):
-    """The functions of a window; states are without what only the lead holds.
+    """The functions of a window; their states do not contain what only the lead holds.
 
-    `accumulate` is inherited. The others take states without frozen parameters and key, which
+    `accumulate` is inherited. The others take states without frozen parameters and the key, which
     they would only copy.
 
     Attributes:
-        splits: For each lane, in how many parts its devices run a microbatch.
-        across: The devices of all processes, for `agree_across`; else None.
+        splits: For each lane, the number of parts in which its devices run a microbatch.
+        across: The devices of all processes, for `agree_across`; otherwise None.
         alike: Whether the leads of all processes compute the same bits.
     """
 
@@ -46,7 +46,7 @@ class LanesProgram(CollectiveProgram):
         return replace(self, rule=self.rule.in_parts(self.splits[lane]))
 
     def sums_in_lane(self, state: TrainState) -> bool:
-        """Return whether the devices of a lane sum their payloads before these cross."""
+        """Return whether the devices of a lane sum payloads before these cross to the lead."""
         return self.rule.reduction(state).plain
 
     def contribute(
@@ -58,11 +58,11 @@ class LanesProgram(CollectiveProgram):
             part: Index of the part of the parameters that is exchanged.
             size: Number of devices of the lane.
             state: The state at the start of the window.
-            carried: The carry after the window's microbatches; with windows pending, before
+            carried: The carry after the window's microbatches; with pending windows, before
                 them.
 
         Returns:
-            The contribution; and for `adopt`, whether it is finite, and the new rounding errors.
+            The contribution; and, for `adopt`, whether it is finite and the new rounding errors.
         """
         if self.pending:
             ended = Ended(state, state, state.averaging.pending[0], part)
@@ -87,7 +87,7 @@ class LanesProgram(CollectiveProgram):
             contributions: The contributions by rank.
 
         Returns:
-            What the devices agree on and the new value of what the lead holds; the metrics.
+            What the devices agree on, with the new value of what the lead holds; and the metrics.
         """
         rule, whole = self.rule.thin, self.rule.join_lead(state, held)
         window = state.step - self.pending
@@ -111,11 +111,11 @@ class LanesProgram(CollectiveProgram):
             state: This lead's state at the start of the window.
             held: What only the leads hold.
             contributions: Those of this process's devices.
-            measured: For each of them a row of `Measured`; with windows pending of the window
-                before, else `own` is added here.
+            measured: A row of `Measured` for each of them. With pending windows, rows are those
+                of the previous window; otherwise `own` is added here.
 
         Returns:
-            What `agree` returns; and the rows of all devices, by rank.
+            What `agree` returns, with the rows of all devices, by rank, beside the metrics.
         """
         (agreed, held), metrics = self.agree(part, state, held, contributions)
         if not self.alike:  # metrics, too: guards and cadences read them
@@ -140,8 +140,8 @@ class LanesProgram(CollectiveProgram):
             agreed: What the devices agree on.
 
         Returns:
-            The new state, and whether the device's own part is finite. Without parameters if
-            these are `agreed.trained`, which the program then does not copy.
+            The new state, and whether the device's own part is finite. If the new parameters are
+            `agreed.trained`, the state has none, so that the program does not copy them.
         """
         rule, (own, error) = self.rule.thin, sent
         after, new = rule.finish(state, carried.own)

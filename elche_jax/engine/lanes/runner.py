@@ -32,10 +32,10 @@ PyTree = Any
 class LanesRunner(WindowRunner):
     """Compiles and dispatches the programs of every lane.
 
-    If the rule lets devices rest, a lane without work for a second window in a row takes no part
-    in it: its contribution is that of the first one, and its replicas are copies of the
-    lead's, made once they are read or the lane has work again. Such windows cost what
-    they would without the lane.
+    If the rule lets devices rest, a lane that has no work for a second window in a row takes no
+    part in it. Its contribution to the first such window is used again, and its replicas are
+    copies of the lead's, made when they are read or when the lane has work again. Such a window
+    costs as much as it would without the lane.
 
     Attributes:
         sums: The devices' sums.
@@ -60,12 +60,12 @@ class LanesRunner(WindowRunner):
         self._nothing = jax.device_put(np.zeros(1, np.bool_), lanes.devices[0])
         """Ready at any time: a lane at rest has nothing to wait for."""
         self._idle: dict[int, list[Contribution]] = {}
-        """By lane, what it contributed to a window without work for it, on the lead."""
+        """By lane, its contributions to a window in which it had no work, on the lead."""
         self._was_led_by = lanes.lead_order[0]
         """Index of the lane that led the last window."""
 
     def replicated(self, state: TrainState) -> TrainState:
-        """Return the part of a state of which every device has a copy, all alike."""
+        """Return the part of a state of which all devices hold equal copies."""
         return self._rule.split_lead(super().replicated(state))[0]
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
@@ -92,7 +92,7 @@ class LanesRunner(WindowRunner):
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
     ) -> tuple[TrainState, dict[str, Any], Any]:
-        """Run a window; returns once what the lanes agree on has crossed to all of them."""
+        """Run a window; return once what the lanes agree on has crossed to all of them."""
         if isinstance(launch.watch, LanesClock):
             return self._run(launch.watch.drivers, state, calls, launch)
         # a window of a run that was closed before
@@ -117,7 +117,7 @@ class LanesRunner(WindowRunner):
             lanes, led_by, ending, pending, summed, lead, launch, drivers, found,
             self._compiled.absent(step % len(self._compiled.parts)),
         )  # fmt: skip
-        once = launch.hold()  # in the middle of the window, the old state is partly given up
+        once = launch.hold()  # in the middle of the window, part of the old state is gone
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
             parts = [
@@ -127,17 +127,17 @@ class LanesRunner(WindowRunner):
             done, interrupt = _finished(parts, once)
         except BaseException as error:
             window.fail(error)  # the lanes must not wait for each other any more
-            # what the programs have not taken over is as before the window
+            # carries that were not donated are as they were before the window
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(carries)):
                 self.sums.put(carries)
             raise
         (_, new), _ = window.agreed.result()
-        # nothing is kept of a lane with work: it would be memory for a gradient, on the lead
+        # none for lanes with work: each would take memory for a gradient on the lead
         self._idle = {
             at: [window.found[rank] for rank in lanes.ranks[at]] for at in without_work - {led_by}
         }
         results = self._with_resting(dict(zip(working, done, strict=True)), carries, led_by)
-        # what the programs have not taken over is given up here
+        # free what was not donated
         for leaf in jax.tree.leaves((thin, held)):
             leaf.delete()
         self.sums.put(lanes.join([result.sums for result in results]))
@@ -147,12 +147,12 @@ class LanesRunner(WindowRunner):
         self._step = weakref.ref(state.step), step + 1
         if interrupt is not None:
             if not isinstance(launch.watch, LanesClock):
-                raise interrupt  # of a run that was closed, which nobody asks for a next window
+                raise interrupt  # the run was closed: no next window would raise it
             launch.watch.failed(interrupt)  # raised once the loop has the new state
         return state, window.metrics, lanes.join([result.token for result in results])
 
     def _without_work(self, calls: Sequence[Call]) -> set[int]:
-        """Return which lanes could rest: those without a microbatch."""
+        """Return the lanes that could rest: those without a microbatch."""
         if not self._rule.rests:
             return set()
         busy = {rank for call in calls for rank, own in enumerate(call.ranges) if own.count}
@@ -161,16 +161,16 @@ class LanesRunner(WindowRunner):
     def _led_by(self, without_work: set[int]) -> int:
         """Return the index of the lane that leads: the first one that has work.
 
-        It depends on nothing but the counts of the window, and so do the bits of its results:
+        It depends only on the counts of the window, so that the bits of the results do, too:
         kinds round differently.
         """
         order = self._lanes.lead_order
-        if not self._lanes.job.one_process:  # the others would have to know
+        if not self._lanes.job.one_process:  # the other processes would have to know
             return order[0]
         return next((at for at in order if at not in without_work), order[0])
 
     def _lead_of(self, thin: TrainState, held: PyTree, led_by: int) -> tuple[TrainState, PyTree]:
-        """Return the state of the lead, and what only it holds, moved there if it is elsewhere."""
+        """Return the lead's state and what only the lead holds, moving the latter if needed."""
         rank, device = self._lanes.ranks[led_by][0], self._lanes.lanes[led_by].devices[0]
         own, held = entries_of((thin, held), rank)
         # each leaf: the user may have replaced some of them
@@ -181,7 +181,7 @@ class LanesRunner(WindowRunner):
     def _begin_resting(
         self, resting: set[int], launch: Launch, led_by: int
     ) -> dict[int, Contribution]:
-        """Tell the clock of lanes at rest; return by rank what they contribute, on the lead."""
+        """Report lanes at rest to the clock; return their contributions on the lead, by rank."""
         idle = {at: self._idle[at] for at in resting}
         if led_by != self._was_led_by:
             idle = jax.device_put(idle, self._lanes.lanes[led_by].devices[0])
@@ -214,7 +214,7 @@ class LanesRunner(WindowRunner):
                 lambda leaf: LateArray(leaf, lane.devices, lane.copies),
                 (lead.state, lead.trained),
             )
-            # ready when the lead is: nobody waits for the copies
+            # ready when the lead is: nothing waits for the copies
             token = LeadArray(row, lane.world_size)
             return Result(state, trained, lanes.part(carries, at), token)
 
@@ -225,7 +225,7 @@ class LanesRunner(WindowRunner):
         return state.replace(params=self._split(state.params)[0], key=None)
 
     def _whole(self, before: TrainState, results: Sequence[Result]) -> TrainState:
-        """Return the new state, with frozen parameters and key of the one before."""
+        """Return the new state, with the frozen parameters and the key of the old one."""
         trained, frozen = self._split(before.params)
         state: TrainState = self._lanes.join([result.state for result in results])
         if self._rule.takes_agreed:
@@ -234,7 +234,7 @@ class LanesRunner(WindowRunner):
         return state.replace(params=self._join(state.params, frozen), key=before.key)
 
     def _step_of(self, state: TrainState) -> int:
-        """Return the number of windows that a state has seen; only if it decides what to run."""
+        """Return the number of windows a state has seen; 0 if it does not decide what to run."""
         if len(self._compiled.parts) == 1:
             return 0
         known, step = self._step
@@ -250,14 +250,14 @@ class LanesRunner(WindowRunner):
 def _finished(
     parts: Sequence["Future[Result]"], held: bool
 ) -> tuple[list[Result], KeyboardInterrupt | None]:
-    """Wait for the lanes; return what they leave, and a Ctrl-C that came meanwhile.
+    """Wait for the lanes; return their results, and a Ctrl-C that came meanwhile.
 
-    The first one waits for the window, the second one does not.
+    The first Ctrl-C waits for the window, a second one does not.
 
     Args:
-        parts: What the lanes will leave.
-        held: Whether the first one is held back already, see `Launch.hold`: it may not be if a
-            handler of the user's own raises it.
+        parts: The lanes' results.
+        held: Whether the first one is already held back, see `Launch.hold`. It may not be if the
+            user's own handler raises it.
     """
     interrupt = None
     while True:

@@ -4,11 +4,11 @@ In every lane:
 
     accumulate -> contribute -> (to the lead) -> agree -> (to the lane) -> adopt
 
-With windows pending, `contribute` and the way to the lead come first, of the oldest pending
+With pending windows, `contribute` and the transfer to the lead come first, for the oldest pending
 window. The lead then runs its microbatches in pieces, and `agree` is dispatched between two of
-them: in one piece, what was agreed would come too late to cross behind the rest of the window. A
-thread of its own dispatches it, as a CPU runs what one thread dispatches one after the other:
-the microbatches would wait for an exchange between processes.
+them. If they were one piece, the agreed result would come too late to cross while the rest of the
+window runs. A separate thread dispatches `agree`: a CPU runs in sequence what one thread
+dispatches, so the microbatches would otherwise wait for an exchange between processes.
 
 A lane at rest runs nothing; see `LanesRunner`.
 """
@@ -39,10 +39,10 @@ from elche_jax.engine.survey import Survey
 PyTree = Any
 
 PIECES = 4
-"""Pieces in which the lead runs its microbatches if windows are pending."""
+"""Number of pieces in which the lead runs its microbatches with pending windows."""
 
 AHEAD = 2
-"""Pieces that the lead has dispatched and not completed until `agree` is dispatched."""
+"""Largest number of pieces that the lead has in flight until `agree` is dispatched."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Work:
 
     Attributes:
         lane: The lane.
-        state: Its states at the start of the window, without what only the lead holds, frozen
-            parameters and key.
-        read: What microbatches read of them.
+        state: Its states at the start of the window, without frozen parameters, the key and what
+            only the lead holds.
+        read: The part of its states that microbatches read.
         sums: Its carries.
-        steps: For each call the compiled program and its arguments.
+        steps: For each call, the compiled program and its arguments.
     """
 
     lane: Lane
@@ -67,11 +67,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """What a lane's part of a window leaves.
+    """The results of a lane's part of a window.
 
     Attributes:
         state: The new states, as `LanesProgram.adopt` returns them.
-        trained: What was agreed on, as the new trained parameters in the order of their leaves.
+        trained: The trained parameters that were agreed on, in the order of their leaves.
         sums: The carries.
         token: For each device, whether its own part is finite; ready when the device is done.
     """
@@ -84,24 +84,23 @@ class Result:
 
 @dataclass
 class LanesWindow:
-    """The shared part of a window's lanes.
+    """What the lanes of a window share.
 
     Attributes:
         lanes: The devices.
         led_by: Index of the lane that leads.
         ending: The programs that end the window.
         pending: Whether windows are pending.
-        summed: Whether the devices of a lane sum their payloads before these cross.
+        summed: Whether the devices of a lane sum their payloads before these cross to the lead.
         lead: State of the lead, and what only it holds.
         launch: The dispatch, called with the token of each lane's accumulation.
         drivers: The lanes' threads.
-        found: The contributions that have arrived, by rank, on the lead; at first those of lanes
+        found: The contributions that have arrived on the lead, by rank; at first, those of lanes
             at rest.
-        absent: Contributions, on the lead, in place of devices that this process lacks beside
-            others.
+        absent: Contributions on the lead that pad those of this process, see `Programs.absent`.
         gathered: All contributions in the order of ranks.
         agreed: What the devices agree on, what the lead holds, and the metrics.
-        metrics: The metrics, in every window on the same device.
+        metrics: The metrics, on the same device in every window.
     """
 
     lanes: Lanes
@@ -120,7 +119,7 @@ class LanesWindow:
     _lock: Lock = field(default_factory=Lock)
 
     def fail(self, error: BaseException) -> None:
-        """End the window: whoever waits for a lane that failed raises its error."""
+        """End the window: threads that wait for the failed lane raise its error."""
         with self._lock:
             for waited in (self.gathered, self.agreed):
                 if not waited.done():
@@ -154,9 +153,9 @@ class LanesWindow:
         return Result(state, mine.trained, sums, token)
 
     def _home(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return metrics on the same device in every window: a loop may add them up.
+        """Return metrics on the same device in every window, as a loop may add them up.
 
-        In a lane's thread: between two clients it waits for them.
+        Called in a lane's thread, as a transfer between two clients waits for them.
         """
         if self.led_by == self.lanes.lead_order[0]:
             return metrics
@@ -174,7 +173,7 @@ class LanesWindow:
     def _send(self, lane: Lane, made: Contribution) -> None:
         """Send contributions to the lead, in the thread that moves the lane's arrays."""
         rows = [entries_of(made, at) for at in range(lane.world_size)]
-        if self.summed:  # the first device has the sum over the lane
+        if self.summed:  # every device has the sum over the lane: send it once
             rows = [rows[0], *map(without_payload, rows[1:])]
         rows = jax.device_put(rows, self.lanes.lanes[self.led_by].devices[0])
         self._arrived(lane, rows)
@@ -186,7 +185,7 @@ class LanesWindow:
                 self.gathered.set_result([self.found[rank] for rank in sorted(self.found)])
 
     def _agree(self) -> None:
-        """Dispatch `agree` once all contributions are there."""
+        """Dispatch `agree` once all contributions have arrived."""
         contributions = self.gathered.result()
         if self.launch.survey is None:
             agreed = self.ending.agree(*self.lead, contributions)
@@ -203,16 +202,16 @@ class LanesWindow:
 
         def exchange() -> Any:
             found = self.ending.agree(*self.lead, [*contributions, *self.absent], measured)
-            # a result that does not come must be known before the states take part in anything
+            # a failed exchange must be known before anything uses the states
             return jax.block_until_ready(found) if PROCESSES.recoverable else found
 
         agreed, (metrics, survey.found) = PROCESSES.together(self.lanes.job.leads, exchange)
         return agreed, metrics
 
     def _accumulate_and_agree(self, at: int, work: Work, sums: PyTree) -> tuple[PyTree, Any]:
-        """Run the lead's microbatches, and agree between two pieces of them if that is possible.
+        """Run the lead's microbatches, and agree between two pieces of them if possible.
 
-        The lead never waits for contributions alone: it would count that as its own work.
+        The lead never waits for contributions alone, as that would count as its own work.
         """
         self.drivers.put("agree", 0, self._agree, self.fail)
         tokens: list[Any] = []
