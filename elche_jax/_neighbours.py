@@ -132,7 +132,9 @@ class Neighbours:
             _coordinator.disconnect(process)
         except (AttributeError, TypeError, RuntimeError) as error:
             # this use of JAX is not public; the heartbeat does the same later
-            logger.info("elche: that process %d has ended is known later: %s", process, error)
+            logger.info(
+                "elche: the others notice late that process %d has ended: %s", process, error
+            )
 
 
 def found_ended(process: int) -> bool:

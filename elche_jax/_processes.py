@@ -35,8 +35,8 @@ NO_COORDINATOR = (
 
 
 REPLACED = (
-    "train: a process of the job ended and another one took its place, which cannot join. Start "
-    "the job again, with resume='auto' to go on from its last checkpoint."
+    "train: a process of the job ended, and the one that took its place cannot join. Start the "
+    "job again, with resume='auto' to go on from its last checkpoint."
 )
 
 
@@ -47,13 +47,13 @@ RAISED = (
 
 SAME_GPU = (
     "train: each process of the job must have GPUs of its own, but two of them use the same one. "
-    "Let each choose, for example with elche_jax.distributed.initialize(local_device_ids="
+    "Let each choose its own, for example with elche_jax.distributed.initialize(local_device_ids="
     "int(os.environ['ELCHE_LOCAL_ID']))."
 )
 
 SAME_CALLS = (
-    "All have to make the same calls in the same order: one that left its loop before the others, "
-    "or that evaluates or saves alone, for example, meets them in another call."
+    "All must make the same calls in the same order: one that leaves its loop before the others, "
+    "or that evaluates or saves alone, for example, meets them in a different call."
 )
 
 OTHER_CALL = (
@@ -61,7 +61,7 @@ OTHER_CALL = (
     f"{SAME_CALLS}"
 )
 
-MET = f"elche_jax: process {{}} is in another call than process {{}}. {SAME_CALLS}"
+MET = f"elche_jax: process {{}} is in a different call from process {{}}. {SAME_CALLS}"
 
 CALLS = "elche_jax/call"
 """Folder of the keys, one per process index, under which processes say in which call they are."""

@@ -9,9 +9,9 @@ from weakref import WeakSet
 from elche_jax._log import logger
 
 SECOND = (
-    "train: in a job of several processes, one thread of each must train, evaluate and save at a "
-    "time, but a second one does so, too. Their order is not the same in all processes, so "
-    "exchanges of different loops would meet. Do one after the other, or start more jobs."
+    "train: in a job of several processes, only one thread of each may train, evaluate or save at "
+    "a time, but a second one does so, too. Their order may differ between processes, so exchanges "
+    "of different loops would meet. Run one after the other, or start more jobs."
 )
 
 

@@ -241,7 +241,7 @@ class DDPConfig(check.CheckedFields):
         both = {name: getattr(self, name) for name, value in arguments.items() if value is not None}
         for name, mine in both.items():
             if mine is not None:
-                rule = f"be left out where config says it ({mine!r})"
+                rule = f"be left out where config sets it ({mine!r})"
                 got = repr(arguments[name])
                 raise ValueError(check.message("build_train_step", name, rule, got))
         return {name: getattr(self, name) for name in arguments} | {

@@ -107,7 +107,7 @@ def initialize(
     known = {"coordinator_address": address, "num_processes": count, "process_id": number}
     if jax.distributed.is_initialized():
         raise RuntimeError(
-            f"{where}: it must be called once, this process has joined a job before."
+            f"{where}: it must be called once, but this process has joined a job before."
         )
     if address is not None and number == 0:
         _check_port(int(address.rpartition(":")[2]))
@@ -182,12 +182,12 @@ def watch(timeout: float) -> None:
     if os.name != "posix":
         raise RuntimeError(f"{where}: it needs the sessions of POSIX, which Windows lacks.")
     if os.environ.get(_progress.VARIABLE) and _progress.watched():
-        logger.info("elche: the launcher watches this process, %s does nothing", where)
+        logger.info("elche: the launcher watches this process, so %s does nothing", where)
         return
     if jax.distributed.is_initialized():
-        raise RuntimeError(f"{where}: it must be called before initialize, which was called.")
+        raise RuntimeError(f"{where}: it must be called before initialize, not after it.")
     if _progress.watched():
-        raise RuntimeError(f"{where}: it must be called once, this process is watched already.")
+        raise RuntimeError(f"{where}: it must be called once, but this process is watched already.")
     if _progress.noting():
         raise RuntimeError(
             f"{where}: under `elche-jax launch --elastic` the launcher must watch, but it got no "
@@ -240,7 +240,9 @@ def _leave() -> None:
     waiting.start()
     waiting.join(LEAVE_S)
     if waiting.is_alive():
-        logger.warning("elche: this process ends while others still work, after %d s", LEAVE_S)
+        logger.warning(
+            "elche: this process ends after waiting %d s for others, which still work", LEAVE_S
+        )
 
 
 def _address(given: str | None) -> str | None:
@@ -251,7 +253,7 @@ def _address(given: str | None) -> str | None:
     elif given := os.environ.get(ADDRESS) or None:
         name = ADDRESS
     if given is not None and not check.is_address(given):
-        rule = "be a host and a port, as 10.0.0.1:1234"
+        rule = "be a host and a port, such as 10.0.0.1:1234"
         raise ValueError(check.message(where, name, rule, repr(given)))
     return given
 
@@ -261,9 +263,9 @@ def _check_port(port: int) -> None:
     with suppress(socket.gaierror):  # a host without this name
         if _listens("localhost", port):
             raise RuntimeError(
-                f"distributed.initialize: nobody may listen at the port of coordinator_address, "
-                f"but {port} is in use. End what uses it, such as an earlier job, or choose "
-                "another port."
+                "distributed.initialize: the port of coordinator_address must be free, but "
+                f"{port} is in use. End what uses it, such as an earlier job, or choose another "
+                "port."
             )
 
 

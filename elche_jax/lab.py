@@ -56,7 +56,7 @@ def constant(ms: Sequence[float]) -> Schedule:
 
     def schedule(window: int, device: int, microbatch: int) -> float:
         if device >= len(times):
-            rule, got = "have one entry per device", f"{len(times)} and device {device}"
+            rule, got = "have one entry per device", f"{len(times)}, none for device {device}"
             raise ValueError(check.message("constant", "ms", rule, got))
         return times[device]
 

@@ -323,7 +323,7 @@ def test_an_argument_is_given_in_one_place(name, value):
     assert DDPConfig(**{name: value}).or_given(**{name: None}) == {name: value}
     with pytest.raises(
         ValueError,
-        match=rf"^build_train_step: {name} must be left out where config says it \({value!r}\), g",
+        match=rf"^build_train_step: {name} must be left out where config sets it \({value!r}\), g",
     ):
         DDPConfig(**{name: value}).or_given(**{name: value})
 

@@ -66,17 +66,16 @@ SAID = {
     "process_id must be given together, got none for num_processes, process_id. Or leave out all "
     f"of them and set {VARIABLES}.",
     "no port": "ValueError: distributed.initialize: JAX_COORDINATOR_ADDRESS must be a host and a "
-    "port, as 10.0.0.1:1234, got 'localhost'.",
+    "port, such as 10.0.0.1:1234, got 'localhost'.",
     "port no number": "ValueError: distributed.initialize: coordinator_address must be a host and "
-    "a port, as 10.0.0.1:1234, got 'localhost:x'.",
+    "a port, such as 10.0.0.1:1234, got 'localhost:x'.",
     "devices no numbers": "TypeError: distributed.initialize: local_device_ids must be a sequence "
     "of integers, got 'a' (str).",
     "too short": "ValueError: distributed.initialize: heartbeat_timeout must be at least 2, got 1.",
     "JAX's name": "TypeError: distributed.initialize: heartbeat_timeout_seconds must be left out, "
     "got 9. Pass heartbeat_timeout.",
-    "in use": "RuntimeError: distributed.initialize: nobody may listen at the port of "
-    "coordinator_address, but PORT is in use. End what uses it, such as an earlier job, or choose "
-    "another port.",
+    "in use": "RuntimeError: distributed.initialize: the port of coordinator_address must be "
+    "free, but PORT is in use. End what uses it, such as an earlier job, or choose another port.",
     "too late": "RuntimeError: distributed.initialize: it must be called before JAX is used, but a "
     "backend is running. Call it first thing, before jax.devices() or any array.",
 }
@@ -138,16 +137,16 @@ def test_a_process_that_has_not_joined_the_others_says_so(call, count):
             "warning(error) log entry 'Duplicate GPU detected : rank 0 and rank 1 both on CUDA'",
             RuntimeError,
             r"^train: each process of the job must have GPUs of its own, but two of them use the "
-            r"same one\. Let each choose, for example with elche_jax\.distributed\.initialize\("
-            r"local_device_ids=int\(os\.environ\['ELCHE_LOCAL_ID'\]\)\)\.$",
+            r"same one\. Let each choose its own, for example with elche_jax\.distributed\."
+            r"initialize\(local_device_ids=int\(os\.environ\['ELCHE_LOCAL_ID'\]\)\)\.$",
         ),
         (
             "UNKNOWN: Gloo all-reduce failed: Timed out waiting 60000ms for recv operation",
             RuntimeError,
             r"^train: an exchange among the processes failed, or took longer than "
-            r"exchange_timeout\. All have to make the same calls in the same order: one that left "
+            r"exchange_timeout\. All must make the same calls in the same order: one that leaves "
             r"its loop before the others, or that evaluates or saves alone, for example, meets "
-            r"them in another call\.$",
+            r"them in a different call\.$",
         ),
         ("INTERNAL: NCCL operation failed", jax.errors.JaxRuntimeError, "^INTERNAL: NCCL"),
     ],

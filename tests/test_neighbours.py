@@ -169,7 +169,7 @@ def test_what_jax_does_not_take_is_known_later(error, start, watch, monkeypatch,
     watch([1], 1)
     child.kill()
     eventually(lambda: caplog.messages)
-    assert caplog.messages == [f"elche: that process 1 has ended is known later: {error}"]
+    assert caplog.messages == [f"elche: the others notice late that process 1 has ended: {error}"]
 
 
 def test_a_file_that_cannot_be_read_says_nothing(monkeypatch):

@@ -60,5 +60,6 @@ def test_a_folder_whose_name_is_too_long(tmp_path):
     with pytest.raises(ValueError) as caught:
         fit(name)
     assert str(caught.value) == (
-        f"Trainer.fit: run_dir must be a folder that can be made, got {name} (File name too long)."
+        "Trainer.fit: run_dir must be a folder that can be created, got "
+        f"{name} (File name too long)."
     )

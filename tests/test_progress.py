@@ -335,7 +335,7 @@ def test_a_process_that_is_watched(notes, monkeypatch, caplog):
     monkeypatch.setenv(_progress.VARIABLE, os.fspath(notes.path))
     caplog.set_level("INFO")
     distributed.watch(30)
-    assert "the launcher watches this process, distributed.watch does nothing" in caplog.text
+    assert "the launcher watches this process, so distributed.watch does nothing" in caplog.text
 
 
 def test_windows_that_were_trained_stay_counted(notes):
@@ -359,7 +359,7 @@ def test_more_phases_than_places_are_not_seen_and_do_no_harm(notes):
 def test_a_watchdog_after_initialize_is_an_error(monkeypatch):
     """It would take the process for the only one of its job, and kill it while it waits."""
     monkeypatch.setattr(distributed.jax.distributed, "is_initialized", lambda: True)
-    rule = "it must be called before initialize, which was called"
+    rule = "it must be called before initialize, not after it"
     with pytest.raises(RuntimeError, match=rf"^distributed\.watch: {rule}\.$"):
         distributed.watch(60)
 

@@ -132,7 +132,7 @@ def from_flax(
     if not isinstance(flax_state, train_state.TrainState):
         rule, todo = "be a flax.training.train_state.TrainState", ""
         if isinstance(flax_state, TrainState):
-            todo = "A state of elche_jax: replicate(state, train.devices)."
+            todo = "For a state of elche_jax, use replicate(state, train.devices)."
         raise TypeError(check.message("from_flax", "flax_state", rule, describe(flax_state), todo))
     parts = {"params": flax_state.params, "opt_state": flax_state.opt_state}
     check_one_copy("from_flax", flax_state=parts)

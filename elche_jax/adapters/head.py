@@ -249,7 +249,7 @@ def from_head(
     is_module = isinstance(obj, nn.Module) or is_nnx(obj)
     if is_module or not all(callable(getattr(obj, n, None)) for n in ("variables", "apply")):
         rule = "have .module, a flax module, and .params, or the methods variables and apply"
-        todo = "A module itself: from_linen, from_nnx." if is_module else ""
+        todo = "For a module itself, use from_linen or from_nnx." if is_module else ""
         raise TypeError(check.message("from_head", "obj", rule, type(obj).__name__, todo))
     _reject(options, "a .module", *options)
     head = cast(Head, obj)

@@ -195,7 +195,7 @@ def from_linen(
         True
     """
     if not isinstance(module, nn.Module):
-        rule, todo = "be a flax.linen module", "A flax.nnx module: from_nnx."
+        rule, todo = "be a flax.linen module", "For a flax.nnx module, use from_nnx."
         raise TypeError(check.message("from_linen", "module", rule, described(module), todo))
     call = Call("from_linen", module, inputs, train_kwargs, eval_kwargs)
     return LinenModel(module, loss, call, rngs, mutable)

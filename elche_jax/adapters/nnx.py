@@ -73,7 +73,8 @@ def from_nnx(
         True
     """
     if not is_nnx(model) or not callable(model):
-        rule, todo = "be a flax.nnx module with __call__", "A flax.linen module: from_linen."
+        rule = "be a flax.nnx module with __call__"
+        todo = "For a flax.linen module, use from_linen."
         raise TypeError(check.message("from_nnx", "model", rule, described(model), todo))
     from elche_jax.adapters.nnx_model import NnxModel
 

@@ -295,13 +295,13 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
     for name in ("cadence", "averaging", "guard", "exchange", "timeline"):
         if (given := options.pop(name, None)) is not None:
             rule, got = "be left out", check.describe(given)
-            todo = "What is measured are exchanges of gradients, whatever the cadence."
+            todo = "advise measures exchanges of gradients, whatever the cadence."
             raise ValueError(check.message("advise", name, rule, got, todo))
     config = options.get("config")
     if not isinstance(config, DDPConfig):
         return options
     if config.policy == "async" or config.exchange == "host":
-        rule = "be of a run that exchanges gradients"
+        rule = "be for a run that exchanges gradients"
         got = f"policy={config.policy!r}, exchange={config.exchange!r}"
         raise ValueError(check.message("advise", "config", rule, got, "Leave both out."))
     knobs = {name: getattr(DDPConfig, name) for name in CADENCE_KNOBS}

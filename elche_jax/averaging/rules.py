@@ -297,15 +297,15 @@ def check_rule(rule: AveragingRule) -> None:
             must = f"be a multiple of fragments ({rule.fragments})"
             raise ValueError(check.message(where, "inner_steps", must, rule.inner_steps))
     if rule.fragments > 1 and rule.optimizer_state != "keep":
-        must = f"be 'keep' with fragments={rule.fragments}, whose exchanges lie apart"
+        must = f"be 'keep' with fragments={rule.fragments}, as each window exchanges only one"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
     if rule.delay:
         check_late(rule, f"delay={rule.delay}")
 
 
 LATE: dict[str, tuple[Any, str]] = {
-    "optimizer_state": ("keep", "a device's moments go on while parameters are exchanged"),
-    "fragments": (1, "the windows that are pending would hold other parts of the parameters"),
+    "optimizer_state": ("keep", "a device updates its moments while parameters are exchanged"),
+    "fragments": (1, "pending windows would hold different parts of the parameters"),
 }
 """What late averages require of a rule: the value of an attribute, and why."""
 

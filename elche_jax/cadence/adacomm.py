@@ -72,7 +72,7 @@ class AdaComm(AnchorRule[AdaCommState]):
     def count_window(self, state: AdaCommState, report: WindowReport) -> AdaCommState:
         """Return the state with the window and its loss added."""
         if report.loss is None or report.loss < 0:
-            rule = "have a loss, not negative"
+            rule = "have a loss of at least 0"
             raise ValueError(check.message("AdaComm.update", "report", rule, report.loss))
         state = super().count_window(state, report)
         total, losses = state.sum_loss + report.loss, state.losses + 1

@@ -427,5 +427,5 @@ class ConstantTotal(CheckedCadence[S]):
         if sum(state.counts) != self.total:
             where = f"{type(self).__name__}.check_state"
             rule = f"share out {self.total} microbatches"
-            todo = "Begin without the stored state."
+            todo = "Start without the stored state."
             raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))

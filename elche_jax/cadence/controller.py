@@ -152,7 +152,7 @@ class Controller:
         if not left:
             raise ValueError(check.message("Controller.without", "ranks", "leave a device", "all"))
         if self.cadence.scripted:
-            rule, got = "be of devices that a recording does without", sorted(ranks)
+            rule, got = "be empty, as a recording needs all devices", sorted(ranks)
             raise ValueError(check.message("Controller.without", "ranks", rule, got))
         # the schedule has entries only for the devices that were there
         at = [place for place, rank in enumerate(state.left) if rank in ranks]

@@ -180,7 +180,7 @@ class ElChe(Proportional[ElCheState]):
         """
         if state.anchor > max(self.max_anchor, self.anchor):
             rule = f"have an anchor of at most max_anchor ({self.max_anchor})"
-            todo = "Begin without the stored state."
+            todo = "Start without the stored state."
             where = "ElChe.check_state"
             raise ValueError(check.message(where, "state", rule, state.anchor, todo))
 

@@ -19,7 +19,7 @@ def _to_lists(where: str, name: str, value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     rule = "be a number, a string, None or a tuple of these"
-    todo = "A checkpoint keeps no other; tuple(...) makes one of a list or an array."
+    todo = "A checkpoint can keep nothing else; convert a list or an array with tuple(...)."
     raise TypeError(check.message(where, name, rule, check.describe(value), todo))
 
 

@@ -130,8 +130,8 @@ class Checkpointer:
                 raise
             if may_hold(self._folder):  # a fresh start would ignore them
                 raise OSError(
-                    f"checkpoints: {self._folder} must be open for reading and writing, as it may "
-                    f"hold checkpoints, but {described(error)}. Mend that, or use another folder."
+                    f"checkpoints: {self._folder} must be readable and writable, as it may hold "
+                    f"checkpoints, but {described(error)}. Fix that, or use another folder."
                 ) from error
             logger.warning("elche: no checkpoints will be written: %s", described(error))
             self._error = error

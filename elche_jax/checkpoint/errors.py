@@ -21,7 +21,7 @@ def none_there(folder: Path) -> ValueError:
     """Return the error for `resume="must"` without a checkpoint."""
     return ValueError(
         f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
-        "resume='auto' to start."
+        "resume='auto' to start without one."
     )
 
 

@@ -42,7 +42,7 @@ def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callab
         file.close()
         raise RuntimeError(
             f"{what}: {folder} must be used by one run at a time, but another one (process "
-            f"{pid}) is using it, or one that it has forked. Wait for it, or use another folder."
+            f"{pid}, or a fork of it) is using it. Wait for it, or use another folder."
         ) from error
     except OSError as error:
         file.close()

@@ -65,7 +65,7 @@ class Memory:
             need = sum(leaf.nbytes for leaf in saved.leaves.values())
             room = _room(self._place.parent)
             if ROOM * need > room:
-                text = f"{need} bytes, of which {room:.0f} are free"
+                text = f"{need} bytes to keep, {room:.0f} free"
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), text)
             if (there := max(self.steps, default=-1)) >= step:  # of a run that has started over
                 self.forget(there)

@@ -147,7 +147,7 @@ class Store:
         """
         path = self._path(step)
         if os.path.lexists(path):
-            got = "another checkpoint" if step in self._scores else "something that is none"
+            got = "another checkpoint" if step in self._scores else "something that is not one"
             raise ValueError(
                 f"checkpoints: {path} must not exist before a checkpoint is written there, got "
                 f"{got}. Move it, or use another folder."
@@ -239,7 +239,7 @@ class Store:
         return content["score"] if content["monitor"] == self._checkpoints.monitor else None
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
-        what = shorten(str(error), 160).rstrip(".") or "it is not"
+        what = shorten(str(error), 160).rstrip(".") or "no message"
         return DamagedCheckpoint(
             f"checkpoint: {self._path(step)} must be as it was written, but "
             f"{type(error).__name__}: {what}"
@@ -315,7 +315,7 @@ def steps_in(folder: Path) -> list[int]:
     if len(ours) < len(steps):
         others = ", ".join(str(step) for step in steps if step not in ours)
         logger.warning(
-            "elche: %s in %s are no checkpoints, as they have no %s, and are left alone.",
+            "elche: %s in %s are not checkpoints, as they have no %s, and are left alone.",
             shorten(others, 100), folder, Path(MANIFEST).parent,
         )  # fmt: skip
     return ours

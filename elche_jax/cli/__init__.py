@@ -42,7 +42,7 @@ def make_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROGRAM,
         description="Data-parallel training at the sum of the devices' speeds.",
-        epilog="Exit codes: 0 done, 1 the command could not do it, 2 wrong usage.",
+        epilog="Exit codes: 0 success, 1 the command failed, 2 wrong usage.",
     )
     version = f"{PROGRAM} {elche_jax.__version__}"
     parser.add_argument("--version", action="version", version=version)

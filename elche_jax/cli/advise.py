@@ -14,7 +14,7 @@ from elche_jax.cli.models import MODELS
 from elche_jax.cli.target import load_target
 from elche_jax.lab import EmulatedSpeeds
 
-HELP = "measure the devices on a model, and say which cadence and which of them are worth it"
+HELP = "measure the devices on a model, and say which cadence and which devices to use"
 EPILOG = """\
 TARGET is module:function or path/to/file.py:function. The function takes no arguments and
 returns a dict of the arguments of elche.advise: loss_fn, optimizer, params, data,
@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=arguments.duration, help="how long each measurement lasts (2)"
     )
-    parser.add_argument("--anchor", type=arguments.count, help="of ElChe (10)")
-    parser.add_argument("--total", type=arguments.count, help="of FixedTotal (as ElChe's window)")
+    parser.add_argument("--anchor", type=arguments.count, help="anchor of ElChe (10)")
+    parser.add_argument(
+        "--total", type=arguments.count, help="total of FixedTotal (that of ElChe's window)"
+    )
     parser.add_argument(
         "--emulate",
         type=arguments.listed(arguments.duration),

@@ -68,7 +68,7 @@ def add_run(parser: argparse.ArgumentParser, output: str) -> None:
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """Add the selection of devices and the number of virtual ones."""
     parser.add_argument(
-        "--devices", type=listed(rank), metavar="0,2", help="only these of the devices"
+        "--devices", type=listed(rank), metavar="0,2", help="use only the devices of these ranks"
     )
     parser.add_argument(
         "--cpu-devices",
@@ -110,5 +110,5 @@ def chosen_devices(options: argparse.Namespace) -> "list[jax.Device]":
     if len(set(ranks)) < len(ranks):
         raise UsageError("--devices must name no device twice")
     if max(ranks) >= len(available):
-        raise UsageError(f"--devices must be below {len(available)}, got {max(ranks)}")
+        raise UsageError(f"--devices must be ranks below {len(available)}, got {max(ranks)}")
     return [available[rank] for rank in ranks]

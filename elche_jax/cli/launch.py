@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n", "--processes", type=arguments.count, required=True, metavar="N",
         help="processes to start here",
     )  # fmt: skip
-    add("--cpu-devices", type=arguments.count, metavar="N", help="virtual CPU devices of each")
+    add("--cpu-devices", type=arguments.count, metavar="N", help="virtual CPU devices per process")
     add(
         "--timeout", type=arguments.duration, metavar="SECONDS",
-        help="kill a process whose window, or the reading of its data, takes longer, or whose "
-        "compile, restore or start takes twenty times as long (never)",
+        help="kill a process if a window, or reading its data, takes longer, or if a compile, a "
+        "restore or the start takes more than twenty times as long (never)",
     )  # fmt: skip
     add(
         "--on-failure", choices=("end", "continue"), default="end",
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--elastic", type=_bounds, metavar="MIN:MAX",
-        help="start all again from the last window when one fails or another number is wanted, "
+        help="when one fails or another number is wanted, start all again from the last window, "
         "with MIN to MAX processes",
     )  # fmt: skip
     add(
@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--number-file", type=arguments.path, metavar="FILE",
-        help="holds the number of processes that are wanted; read again and again",
+        help="file with the number of processes that are wanted; read again and again",
     )  # fmt: skip
     add(
         "--grace", type=arguments.duration, default=10.0, metavar="SECONDS",
-        help="how long processes have to end themselves before they are killed (10)",
+        help="how long processes may take to end before they are killed (10)",
     )  # fmt: skip
     group = parser.add_argument_group("several hosts, with a launch on each")
     group.add_argument(
@@ -116,7 +116,8 @@ def _elastic(options: argparse.Namespace) -> Elastic | None:
     if options.elastic is None:
         for name in ("max_restarts", "number_file"):
             if getattr(options, name) is not None:
-                raise UsageError(f"--{name.replace('_', '-')} must be given with --elastic")
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} must not be given without --elastic")
         return None
     path = options.number_file
     if path is not None and path.exists() and not path.is_file():
@@ -132,7 +133,7 @@ def _elastic(options: argparse.Namespace) -> Elastic | None:
         raise UsageError("--elastic must be given without --num-processes: it is for one machine")
     if options.on_failure == "continue":
         raise UsageError(
-            "--elastic must be given without --on-failure: it says what becomes of the others"
+            "--elastic must be given without --on-failure, as it starts all processes again"
         )
     restarts = RESTARTS if options.max_restarts is None else options.max_restarts
     return Elastic(low, high, options.processes, restarts)

@@ -54,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
 def load(path: Path) -> Run:
     """Read a run, which must have at least one window."""
     if path.is_dir() and not (path / TIMELINE).is_file():
-        raise CommandError(f"{path} must be the folder of a run, it has no {TIMELINE}")
+        raise CommandError(f"{path} must be the folder of a run, but has no {TIMELINE}")
     found = read_run(path)
     if not found.windows:
-        raise CommandError(f"{path} must hold at least one window, it has none")
+        raise CommandError(f"{path} must hold at least one window, but has none")
     return found
 
 

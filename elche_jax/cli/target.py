@@ -37,7 +37,7 @@ def load_target(target: str) -> dict[str, Any]:
     module = _load_file(place) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise CommandError(f"{place} must have a function {name}, it has none")
+        raise CommandError(f"{place} must have a function {name}, but has none")
     job = function()
     if not isinstance(job, Mapping):
         kind = type(job).__name__
@@ -56,13 +56,13 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists; something that it imports does not
-        raise CommandError(f"{name} must be a module, there is none of this name") from error
+        raise CommandError(f"{name} must be a module, but there is none of this name") from error
 
 
 def _load_file(place: str) -> ModuleType:
     path = Path(os.path.expanduser(place))
     if not path.is_file():
-        raise CommandError(f"{path} must be a file, there is none")
+        raise CommandError(f"{path} must be a file, but there is none")
     # as `python path/to/file.py` does
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)

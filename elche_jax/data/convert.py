@@ -75,8 +75,8 @@ def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
     if isinstance(leaf, np.ma.MaskedArray):
         name = name_of(path, where.split()[-1])
         raise TypeError(
-            f"{where}: every leaf must be a plain array, leaf {name} is a masked one, whose mask "
-            "would be lost. Fill it (.filled), with the mask as a leaf of its own."
+            f"{where}: every leaf must be a plain array, but leaf {name} is a masked one, whose "
+            "mask would be lost. Fill it (.filled), and pass the mask as a leaf of its own."
         )
 
 
@@ -130,8 +130,8 @@ def _as_array(path: Any, leaf: Any) -> Any:
     check_plain(path, leaf)
     if is_record(leaf):
         raise TypeError(
-            "data: an example or a microbatch must be an array, or a dict or tuple of them, leaf "
-            f"{name_of(path)} is a {type(leaf).__name__}. Pass dict(it)."
+            "data: an example or a microbatch must be an array, or a dict or tuple of them, but "
+            f"leaf {name_of(path)} is a {type(leaf).__name__}. Pass dict(it)."
         )
     if isinstance(leaf, list):
         return _of_list(path, leaf)
@@ -144,8 +144,8 @@ def _of_list(path: Any, leaf: list[Any]) -> np.ndarray:
         return np.asarray(leaf)
     except ValueError as error:
         raise ValueError(
-            f"data: lists of numbers must have one length on every level, leaf {name_of(path)} has "
-            "several. Pad them, with the lengths or a mask as a leaf of its own."
+            f"data: lists of numbers must have one length on every level, but leaf {name_of(path)} "
+            "has several. Pad them, and pass the lengths or a mask as a leaf of its own."
         ) from error
 
 
@@ -162,6 +162,6 @@ def _of_tensor(path: Any, leaf: Any) -> Any:
     except Exception:
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         raise TypeError(
-            f"data: every leaf must convert to a NumPy array, leaf {name_of(path)} is a {kind} "
+            f"data: every leaf must convert to a NumPy array, but leaf {name_of(path)} is a {kind} "
             f"that does not ({type(error).__name__}: {error}). Convert it in the dataset."
         ) from error

@@ -131,12 +131,12 @@ class IterableReader:
             raise ValueError(
                 f"data: only the last microbatch of an iterator may be smaller, but "
                 f"microbatch {self._short.microbatch} had {self._short.valid} examples "
-                f"of {self._batch_size} and another one came."
+                f"of {self._batch_size} and was not the last."
             )
         if size > self._batch_size:
             raise ValueError(
                 f"data: every microbatch must have {self._batch_size} examples, "
-                f"microbatch {number} has {size}."
+                f"but microbatch {number} has {size}."
             )
         if size < self._batch_size:
             # remembered even if dropped: in the middle of an epoch it is an error
@@ -164,7 +164,7 @@ def microbatch_size(item: PyTree, number: int) -> int:
     for name, leaf in leaves.items():
         if isinstance(leaf, str | bytes):
             raise TypeError(
-                f"data: every leaf of a microbatch must be an array of numbers, leaf {name} of "
+                f"data: every leaf of a microbatch must be an array of numbers, but leaf {name} of "
                 f"microbatch {number} is text. Leave it out, or encode it."
             )
     sizes = {int(np.shape(leaf)[0]) if np.ndim(leaf) else 0 for leaf in leaves.values()}
@@ -172,7 +172,7 @@ def microbatch_size(item: PyTree, number: int) -> int:
         shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
         raise ValueError(
             f"data: the leaves of a microbatch must have one common, non-empty leading "
-            f"axis, microbatch {number} has shapes {shapes}."
+            f"axis, but microbatch {number} has shapes {shapes}."
         )
     return sizes.pop()
 

@@ -61,13 +61,13 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
         if found != structure:
             raise ValueError(
                 f"data: every example must have the same structure ({structure}), "
-                f"example {number} has {found}."
+                f"but example {number} has {found}."
             )
         for at, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
             if leaf.shape != row.shape[1:] or not _same_in_jax(leaf.dtype, row.dtype):
                 raise ValueError(
                     f"data: every example must have the same shape and dtype "
-                    f"({row.shape[1:]}, {row.dtype}), example {number} has "
+                    f"({row.shape[1:]}, {row.dtype}), but example {number} has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )
             if leaf.dtype.itemsize > row.dtype.itemsize:  # placing it checks that it fits
@@ -105,7 +105,7 @@ class ArraySource:
             if np.ndim(leaf) == 0:
                 raise ValueError(
                     f"data: every leaf must have a leading axis of examples, "
-                    f"leaf {name_of(path)} is a scalar."
+                    f"but leaf {name_of(path)} is a scalar."
                 )
             check_plain(path, leaf)
         lengths = {name_of(path): int(leaf.shape[0]) for path, leaf in named}
@@ -190,7 +190,7 @@ class IterableSource:
                 self._peeked = (as_arrays(next(iterator)), iterator)
             except StopIteration:
                 raise ValueError(
-                    "data must hold at least one microbatch, the iterator is empty."
+                    "data must hold at least one microbatch, but the iterator is empty."
                 ) from None
         return self._peeked[0]
 

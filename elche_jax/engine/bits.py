@@ -65,7 +65,7 @@ def check_integers(
     low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
     if low < bounds.min or high > bounds.max:
         value = low if low < bounds.min else high
-        rule = f"fit {dtype}, which JAX makes of {leaf.dtype}"
+        rule = f"fit {dtype}, to which JAX converts {leaf.dtype}"
         got = f"{value} in leaf {name}" if name else value
         raise ValueError(check.message(where, what, rule, got, todo))
 
@@ -100,7 +100,7 @@ def check_numbers(where: str, name: str, array: np.ndarray) -> None:
     """Raise `TypeError` unless a host array holds numbers, then call `check_integers`."""
     if not is_numeric(array.dtype):
         raise TypeError(
-            f"{where}: every leaf must be an array of numbers, leaf {name} is of dtype "
+            f"{where}: every leaf must be an array of numbers, but leaf {name} is of dtype "
             f"{array.dtype}."
         )
     check_integers(where, "integers", name, array)

@@ -122,7 +122,7 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
         leaf = jnp.asarray(leaf)
         if not is_float(leaf):
             raise TypeError(
-                f"{where}: every leaf must be a float array, leaf "
+                f"{where}: every leaf must be a float array, but leaf "
                 f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
             )
         # not by promotion, which JAX refuses for 8-bit floats

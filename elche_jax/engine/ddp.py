@@ -126,7 +126,7 @@ class DDP:
             differs = difference(*jax.tree.map(_as_array, (replica, replicas[0])))
             if differs:
                 rule = "have the same structure, shapes and dtypes"
-                got = f"another for replica {rank} than for replica 0: {differs}"
+                got = f"different ones for replicas {rank} and 0: {differs}"
                 raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
 
         def stack(path: Any, *rows: Any) -> StackedArray:
@@ -354,7 +354,7 @@ class DDP:
         for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
             if not is_float(leaf):
                 raise TypeError(
-                    f"DDP.{name}: every leaf of grads must be a float array, leaf "
+                    f"DDP.{name}: every leaf of grads must be a float array, but leaf "
                     f"{jax.tree_util.keystr(path) or 'grads'} is {describe(leaf)}."
                 )
         return self._mean(grads, self.fleet.put(weights[list(self.ranks)]))
@@ -366,15 +366,15 @@ class DDP:
             if np.shape(leaf)[:1] != (len(self.ranks),) or not hasattr(leaf, "dtype"):
                 raise ValueError(
                     f"DDP.{name}: every leaf must be stacked, with one entry per device "
-                    f"({len(self.ranks)}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
+                    f"({len(self.ranks)}), but leaf {jax.tree_util.keystr(path) or 'tree'} is "
                     f"{describe(leaf)}. {todo}"
                 )
             # a deleted array would crash the process in a JAX program
             if isinstance(leaf, StackedArray) and leaf.is_deleted():
                 raise ValueError(
-                    f"DDP.{name}: every leaf must still be there, the buffer of leaf "
-                    f"{jax.tree_util.keystr(path) or 'tree'} was given up to a call that it was "
-                    "donated to. Use what that call returned, or copy it before (leaf.copy())."
+                    f"DDP.{name}: every leaf must still be there, but the buffer of leaf "
+                    f"{jax.tree_util.keystr(path) or 'tree'} was donated to an earlier call. Use "
+                    "what that call returned, or pass it a copy (leaf.copy())."
                 )
             if isinstance(leaf, np.ndarray):  # arrays on a device are converted already
                 check_integers(
@@ -385,7 +385,7 @@ class DDP:
 def _check_donated(args: tuple[PyTree, ...], donated: Sequence[int]) -> None:
     """Check that donated arguments are passed, and once: twice would crash the process."""
     if any(at >= len(args) for at in donated):
-        rule = f"be positions of its arguments, of which there are {len(args)}"
+        rule = f"be positions of fn's arguments, of which {len(args)} were passed"
         raise ValueError(check.message("DDP.map", "donate_argnums", rule, tuple(donated)))
     given = {at: arg for at, arg in enumerate(args) if at in donated}
     times = Counter(map(id, jax.tree.leaves(args))) if given else {}

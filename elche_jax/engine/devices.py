@@ -51,12 +51,12 @@ def select_job(
     if missing and not _apart.get():
         rule = "hold devices of every process of the job"
         got = f"none of process {min(missing)}"
-        todo = "All processes pass the same: jax.devices() has the devices of all."
+        todo = "Pass the same in all processes: jax.devices() has the devices of all."
         raise ValueError(check.message(where, "devices", rule, got, todo))
     job = Job(chosen)
     platforms = {device.platform for device in job.leads}
     if len(platforms) > 1:
-        rule = "have a device of one platform in every process, over which these exchange"
+        rule = "have a device of the same platform in every process, for the exchanges"
         got = " and ".join(sorted(platforms))
         raise ValueError(check.message(where, "devices", rule, got))
     PROCESSES.warn_if_alone()
@@ -92,7 +92,8 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
     for device in chosen:
         if id(device.client) not in in_use:
             rule, got = "be of a backend in use", f"{device} of one that is gone"
-            raise ValueError(check.message(where, "devices", rule, got, "Ask JAX for them again."))
+            todo = "Get them from JAX again."
+            raise ValueError(check.message(where, "devices", rule, got, todo))
     for device, times in Counter(chosen).items():
         if times > 1:
             raise ValueError(

@@ -91,10 +91,10 @@ def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
         >>> difference({0: "4", 1: "5"}, 1, 0)
         '5 in process 1 and 4 in 0'
         >>> difference({0: "4", 1: None}, 1, 0)
-        'something else in process 1 than in 0'
+        'different values in processes 1 and 0'
     """
     if None in (told.get(one), told.get(other)) or told[one] == told[other]:
-        return f"something else in process {one} than in {other}"
+        return f"different values in processes {one} and {other}"
     return f"{told[one]} in process {one} and {told[other]} in {other}"
 
 

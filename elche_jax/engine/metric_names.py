@@ -25,11 +25,11 @@ class Reserved:
                 )
 
 
-WINDOW = Reserved(("finite", "loss", "weight"), "every window reports it already")
+WINDOW = Reserved(("finite", "loss", "weight"), "which every window reports already")
 SCALE = Reserved(("loss_scale",), f"{WINDOW.by} where the scale is dynamic")
 DEVICES = Reserved(("device_loss",), f"{WINDOW.by} with device_loss=True")
 LOCAL_STEPS = Reserved(
     ("cosine", "distance", "exchange_bytes", "share", "update_norm", "workers"),
     f"{WINDOW.by} where parameters are averaged",
 )
-EPOCH = Reserved(("examples_per_s", "seconds"), "every epoch of Trainer reports it already")
+EPOCH = Reserved(("examples_per_s", "seconds"), "which every epoch of Trainer reports already")

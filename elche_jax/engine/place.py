@@ -240,14 +240,14 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
     if got != want:
         raise ValueError(
             f"data: every microbatch must have the structure of the first one "
-            f"({want}), microbatch {first} has {got}."
+            f"({want}), but microbatch {first} has {got}."
         )
     for like, leaf in zip(jax.tree.leaves(spec), jax.tree.leaves(block), strict=True):
         dtype = dtypes.canonicalize_dtype(leaf.dtype)
         if leaf.shape[2:] != like.shape or dtype != like.dtype:
             raise ValueError(
                 f"data: every microbatch must have the shapes and dtypes of the "
-                f"first one ({like.shape}, {like.dtype}), microbatch {first} has "
+                f"first one ({like.shape}, {like.dtype}), but microbatch {first} has "
                 f"{leaf.shape[2:]}, {dtype}. Pad them, or call windows for each shape."
             )
         check_fits(leaf)

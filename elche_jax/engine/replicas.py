@@ -125,7 +125,10 @@ def check_replicas(tree: PyTree) -> None:
     _, known = told[0]
     for process, (_, copies) in zip(job.ranks_of, told, strict=True):
         if [name for name, *_ in copies] != [name for name, *_ in known]:
-            rule, got = "have the same leaves in all processes", f"others in process {process}"
+            rule, got = (
+                "have the same leaves in all processes",
+                f"different ones in process {process}",
+            )
             raise ValueError(check.message("check_replicas", "tree", rule, got))
         for (name, device, own), (_, first, sums) in zip(copies, known, strict=True):
             if own != sums:
@@ -215,8 +218,8 @@ def _shards(where: str, name: str, leaf: Any) -> Any:
     if not is_stacked(leaf):
         shape = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
         raise ValueError(
-            f"{where}: every leaf must be a stacked array with one entry per device, leaf "
-            f"{name} is {shape}. Pass what replicate or a training step returned."
+            f"{where}: every leaf must be a stacked array with one entry per device, but "
+            f"leaf {name} is {shape}. Pass what replicate or a training step returned."
         )
     check_not_given_up(where, name, leaf)
     # sorted by rank, as JAX may list them in any order
@@ -233,8 +236,8 @@ def check_not_given_up(where: str, name: str, leaf: StackedArray) -> None:
     """
     if leaf.is_deleted():
         raise ValueError(
-            f"{where}: every leaf must still be there, the buffer of leaf {name} went to a later "
-            "call of the training step. To keep parameters, take a copy before that call: "
+            f"{where}: every leaf must still be there, but the buffer of leaf {name} went to a "
+            "later call of the training step. To keep parameters, take a copy before that call: "
             "elche_jax.unreplicate(state.params)."
         )
 

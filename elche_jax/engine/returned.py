@@ -38,7 +38,7 @@ def checked_output(name: str, tree: PyTree) -> PyTree:
     for _, leaf in named_leaves(name, "what it returns", tree):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
-                f"{name}: must return arrays and numbers alone, got {check.describe(leaf)}."
+                f"{name}: must return only arrays and numbers, got {check.describe(leaf)}."
             )
     return tree
 

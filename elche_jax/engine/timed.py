@@ -149,7 +149,7 @@ def _refuse_donated(mark: str, leaves: _Named) -> None:
     for path, leaf in leaves:
         if isinstance(leaf, jax.Array | Stacked) and leaf.is_deleted():
             rule, got = "get arrays that are not donated in the block", f"leaf {path}"
-            todo = "Leave out its donate_argnums, or donate it below the block."
+            todo = "Leave out its donate_argnums, or donate it after the block."
             raise ValueError(check.message("DDP.timed", mark, rule, got, todo))
 
 

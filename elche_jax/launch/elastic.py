@@ -103,7 +103,7 @@ class Elastic:
         first = failures[0] if failures else Failure(0, place=0, code=code)
         code, last = first.code, f"process {first.number} ended with exit code {first.code}"
         if not self.restarts:
-            return Ended(code, f"all restarts are used (--max-restarts): {last}")
+            return Ended(code, f"all restarts are used up (--max-restarts): {last}")
         following = replace(self, restarts=self.restarts - 1)
         if failures and not outcome.progress:
             following = replace(following, broken=self.broken | {first.place})
@@ -112,7 +112,7 @@ class Elastic:
             last += " before the first window was complete"
             several = "es" if can != 1 else ""
             without = f"without its place {can} process{several} could run"
-            return Ended(code, f"{last}; {without}, but {self.low} must (--elastic)")
+            return Ended(code, f"{last}; {without}, but at least {self.low} must (--elastic)")
         return following
 
 

@@ -292,12 +292,12 @@ class Generation:
         if self._alive and self._step is None:
             left = ", ".join(map(str, self._alive))
             first = self._asked.first
-            say(self._output, f"process {first} has ended, this waits for process {left}")
+            say(self._output, f"process {first} has ended, waiting for process {left}")
 
     def _fate_of_others(self, end: End) -> str:
         """Return what becomes of the others after a failure, as part of a line."""
         if not self._asked.go_on:
-            return ", the others are ended"
+            return ", ending the others"
         if end.because is None:
             if 0 in self._notes and 0 not in self._alive and self._notes[0].read().several:
                 return ", the job ends with it" if end.number == 0 else ""
@@ -312,7 +312,7 @@ class Generation:
         elif number == 0 or not self._progress:
             # the coordinator has gone, or there is nothing to save
             self._first_code = self._first_code or self._failures[0].code
-            say(self._output, f"{said}, the others are ended")
+            say(self._output, f"{said}, ending the others")
             self._end(1)
         else:
             # they save, unless they raise, for example because it has left with an error

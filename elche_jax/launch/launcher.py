@@ -145,7 +145,7 @@ class _Launcher:
                 self._unwritable = True
                 broken = isinstance(raised.__cause__, BrokenPipeError)
                 if not broken:
-                    self._say(f"what is printed cannot be written ({raised}), all are ended")
+                    self._say(f"the output cannot be written ({raised}), ending all processes")
                 # processes that are being ended keep their grace period
                 ending = self._generation is not None and self._generation.ending
                 self._stop(BROKEN_PIPE if broken else 1, 0 if ending else 1)
@@ -185,8 +185,8 @@ class _Launcher:
         if number is None:
             bounds = f"{elastic.low} to {elastic.high}"
             self._say(
-                f"{path} must hold a number from {bounds}, got {text[:50]!r}; {elastic.wanted} "
-                "stays wanted"
+                f"{path} must hold a number from {bounds}, got {text[:50]!r}; the number wanted "
+                f"stays {elastic.wanted}"
             )
             return False
         if number == elastic.wanted:

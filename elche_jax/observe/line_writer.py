@@ -123,7 +123,7 @@ class LineWriter(threading.Thread):
     def forked(self) -> None:
         """Mark the writer as failed in a forked process, where the thread does not run."""
         self._changed = Condition()  # another thread may have held the old one
-        text = "it was opened before this process was forked, which cannot write to it"
+        text = "it was opened before this process was forked, and cannot be written from here"
         self._error = OSError(errno.EBADF, text)
 
     def _raise_error(self) -> None:

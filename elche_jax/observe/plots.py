@@ -103,7 +103,7 @@ def _check(
             raise ValueError(check.message("plot_run", argument, rule, "none"))
         numbers = sorted({len(record.counts) for record in run or ()})
         if len(numbers) > 1:
-            rule, todo = "be windows of one number of devices", "Plot them one after another."
+            rule, todo = "have the same number of devices in all windows", "Plot them separately."
             raise ValueError(check.message("plot_run", argument, rule, numbers, todo))
     world_size = len(records[0].counts)
     if devices is not None:

@@ -228,7 +228,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         aside = path.with_name(f"{path.stem}-damaged-{time.time_ns()}{path.suffix}")
         path.rename(aside)
         logger.warning(
-            "elche: %s is a damaged table: %s. It was renamed to %s, and a new one is begun.",
+            "elche: %s is a damaged table: %s. It was renamed to %s, and a new one is started.",
             path, error, aside.name,
         )  # fmt: skip
         return [], []

@@ -227,7 +227,7 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
     todo = "Pass elche_jax.HostExchange(), or nothing for an exchange on the devices."
     check.instance("build_train_step", "exchange", exchange, HostExchange, rule, todo)
     if config.exchange == "host":
-        rule = "be left out where config says it (exchange='host')"
+        rule = "be left out where config sets it (exchange='host')"
         raise ValueError(check.message("build_train_step", "exchange", rule, exchange))
     return exchange
 

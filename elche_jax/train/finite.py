@@ -85,18 +85,18 @@ class Wording:
 
 GRADIENTS = Wording(
     "loss, gradient, weight (not negative), update and model state of every window must be finite, "
-    "those of "
+    "but those of "
     "{name} were not: {culprits}. Its update was dropped; look at the data, lower the learning "
     "rate, or pass nonfinite='skip' to drop such windows and go on.",
     "{most} windows in a row were dropped as not finite (max_skips), the last one {name}: "
     "{culprits}. Look at the data, lower the learning rate, or raise max_skips.",
-    "each device's sums were, what they combine to was not, or weighs less than 2**-100",
+    "each device's sums were finite, but their total was not, or weighs less than 2**-100",
     "not finite",
 )
 
 AVERAGES = Wording(
     "loss, weight, parameters and model state of every device must be finite after its steps, "
-    "those of {name} were not: {culprits}. The others were averaged without; look at the data, "
+    "but those of {name} were not: {culprits}. Only the others were averaged; look at the data, "
     "lower the learning rate, or pass nonfinite='skip' to leave such devices out and go on.",
     "in {most} windows in a row a device was left out of the average as not finite (max_skips), "
     "the last one {name}: {culprits}. Look at the data, lower the learning rate, or raise "

@@ -91,7 +91,7 @@ def initial_state(
     check_same_start(fleet.job, params, model_state, key, selection, merge)
     if options.late and "first" in merge.rules:
         rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
-        todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
+        todo = "The first device's values cannot be corrected later; 'keep' leaves each its own."
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
@@ -157,7 +157,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
     for name, leaf in named(frozen, "params"):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
-                "TrainStep.init: every leaf of params must be an array, frozen leaf "
+                "TrainStep.init: every leaf of params must be an array, but frozen leaf "
                 f"{name} is {describe(leaf)}."
             )
         check_integers("TrainStep.init", "integers of params", name, leaf)
@@ -166,7 +166,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
     for name, leaf in named(trained, "params"):
         if not hasattr(leaf, "dtype") or not is_float(leaf):
             raise TypeError(
-                f"TrainStep.init: every leaf of params must be a float array, leaf "
+                f"TrainStep.init: every leaf of params must be a float array, but leaf "
                 f"{name} is {describe(leaf)}. Convert numbers "
                 "with jnp.asarray; name what is not trained with trainable."
             )
@@ -181,15 +181,15 @@ def check_one_copy(where: str, **trees: PyTree) -> None:
             if is_stacked(leaf) and not leaf.is_fully_replicated:
                 name = jax.tree_util.keystr(path) or argument
                 check_not_given_up(where, name, leaf)
-                got = f"leaf {name} with those of {leaf.shape[0]} devices"
-                todo = "Take one: elche_jax.unreplicate."
+                got = f"leaf {name} with the copies of {leaf.shape[0]} devices"
+                todo = "Take one with elche_jax.unreplicate."
                 raise ValueError(check.message(where, argument, "be one copy", got, todo))
 
 
 MOVED = "elche_jax.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices)"
 """How to move a stacked state, on the host or any devices, onto those of a training step."""
 
-REPLACED = "What you replace in it goes to every device: elche_jax.replicate(value, train.devices)."
+REPLACED = "Put what you replace in it on every device: elche_jax.replicate(value, train.devices)."
 """How to set a learning rate in the state, for example."""
 
 
@@ -235,7 +235,7 @@ def check_digits(like: TrainState) -> None:
     """Raise if a state has a dtype that JAX does not have enabled at present."""
     for name, leaf in named(like):
         if jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True) != leaf.dtype:
-            rule, got = "have a dtype that JAX has on", f"{leaf.dtype} in leaf {name}"
+            rule, got = "have a dtype that JAX has enabled", f"{leaf.dtype} in leaf {name}"
             todo = "Train with jax_enable_x64 as it was at TrainStep.init."
             raise ValueError(check.message("TrainStep.windows", "state", rule, got, todo))
 
@@ -249,8 +249,8 @@ def check_model_state(model_state: PyTree) -> None:
             continue
         raise TypeError(
             f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "
-            f"bools, leaf {name} is {describe(leaf)}. Random keys: loss_fn gets one for every "
-            "microbatch."
+            f"bools, but leaf {name} is {describe(leaf)}. For random numbers, use the key that "
+            "loss_fn gets for every microbatch."
         )
 
 
@@ -333,7 +333,7 @@ def check_buffers(state: Any, where: str = "train") -> None:
             name, leaf = next(iter(host.items()))
             got += f" whose {name} is on the host, {describe(leaf)}"
             got += f" (one of {len(host)})" if len(host) > 1 else ""
-            todo = f"{REPLACED} A whole state with an axis over devices: {MOVED}."
+            todo = f"{REPLACED} To move a whole state with an axis over devices: {MOVED}."
         rule = "be a TrainState on the devices (TrainStep.init, or replicate(state, train.devices))"
         raise TypeError(check.message(where, "state", rule, got, todo))
     if any(leaf.is_deleted() for leaf in arrays):

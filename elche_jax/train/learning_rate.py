@@ -99,7 +99,7 @@ def schedule_by_work(
     """
     where = "schedule_by_work"
     rule = "be a function that makes an optimizer"
-    todo = "Pass optax.adamw, say, and its arguments to what comes back."
+    todo = "Pass optax.adamw, say, and its arguments to the function that is returned."
     check.instance(where, "factory", factory, Callable, rule, todo, brief=True)
     check.one_of(where, "unit", unit, get_args(Unit))
     names = (static_args,) if isinstance(static_args, str) else static_args
@@ -142,7 +142,7 @@ def _signature(factory: Callable[..., Any]) -> inspect.Signature:
     else:
         if not unnamed & {parameter.kind for parameter in signature.parameters.values()}:
             return signature
-        got = f"one of {signature}"
+        got = f"one that takes {signature}"
     todo = "Wrap it: lambda learning_rate: factory(learning_rate=learning_rate)."
     raise TypeError(
         check.message("schedule_by_work", "factory", "name all its arguments", got, todo)
@@ -179,7 +179,7 @@ class _ByWork:
                 f"schedule_by_work: the optimizer's update must be given {self.unit}=, the work "
                 f"done so far, got {', '.join(sorted(extra_args)) or 'no extra argument'}. "
                 "elche_jax's training step gives it, but not to the outer optimizer of DiLoCo; a "
-                "wrapper round the optimizer must hand it on."
+                "wrapper around the optimizer must pass it on."
             )
         return state
 
@@ -190,7 +190,7 @@ class _ByWork:
         if kind is None:
             raise TypeError(
                 f"schedule_by_work: the schedule {self.name} must return one number, "
-                f"got {value!r}. If it is no schedule, name it in static_args."
+                f"got {value!r}. If it is not a schedule, name it in static_args."
             )
         return jnp.asarray(value, kind)
 
@@ -298,7 +298,7 @@ def scale_learning_rate(
     """
     where, kind = "scale_learning_rate", optax.GradientTransformation
     todo = (
-        "An object like optax.MultiSteps goes in as "
+        "Pass an object like optax.MultiSteps as "
         "optax.GradientTransformationExtraArgs(it.init, it.update)."
     )
     check.instance(where, "optimizer", optimizer, kind, "be an optax optimizer", todo, brief=True)

@@ -199,7 +199,7 @@ class LiveScheduler:
 
     def restore(self, state: SchedulerState | Mapping[str, Any]) -> None:
         """Set the state to a saved one, after checking its numbers."""
-        rule = "be a SchedulerState or the dict its to_dict gave"
+        rule = "be a SchedulerState or the dict that its to_dict returned"
         check.instance(self._where, "the value", state, Mapping | SchedulerState, rule, brief=True)
         if isinstance(state, SchedulerState):
             state = state.to_dict()
@@ -246,8 +246,8 @@ class LiveScheduler:
         devices = len(self._state.left)
         if len(values) != devices:
             raise ValueError(
-                f"{where}: {name} must have one entry per device ({devices}), got "
-                f"{len(values)}. Speeds of other devices say nothing about these; begin without."
+                f"{where}: {name} must have one entry per device ({devices}), got {len(values)}. "
+                "Speeds of other devices say nothing about these; start without them."
             )
         low = None if name == "runs" else 0  # the sign of `runs` is a direction
         above = 0 if name in ("ms_per_batch", "throughput") else None
@@ -377,7 +377,7 @@ class LiveScheduler:
         # not under a lock: a log handler or a recorder may write to a disk, or read this scheduler
         if idle is not None:
             logger.warning(
-                "elche: devices of one kind are unequally fast, %.0f %% of the machine "
+                "elche: devices of one kind differ in speed, so that %.0f %% of the machine "
                 "idles; cadence=ElChe() or FixedTotal(n) would use it.",
                 100 * idle,
             )

@@ -36,7 +36,7 @@ class TakeOver(Planning[R]):
     ) -> ProcessLostError:
         members = self._job.members
         said, processes = _loss_of(members, self._newly_lost or members.lost, window)
-        rule = f"Windows {which} would have to run again, and {why}."
+        rule = f"Windows {which} would have to run again, but {why}."
         return ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
 
     @property
@@ -71,8 +71,8 @@ class TakeOver(Planning[R]):
         if self._scheduler.cadence.scripted:
             raise ProcessLostError(f"{said} A recording needs all devices.", processes)
         if again and not self._feed.rereads:
-            rule = "The data of a window must be read again, which an iterable cannot."
-            todo = "Resume from a checkpoint; iterables must be as long in every process."
+            rule = "The data of a window must be read again, which an iterable does not allow."
+            todo = "Resume from a checkpoint; iterables must have the same length in every process."
             raise ProcessLostError(f"{said} {rule} {todo}", processes)
         PROCESSES.log_loss(processes, said)
         self._wait_for_records()

@@ -168,7 +168,7 @@ class Splitter:
 def _checked_size(kind: str, split: int, size: int) -> int:
     """Return the number of parts; raise if a microbatch cannot be divided into that many."""
     if size % split:
-        rule = f"be a multiple of {split}, the parts that {kind} runs (microbatch_split)"
+        rule = f"be a multiple of {split}, the number of parts on {kind} (microbatch_split)"
         raise ValueError(check.message("windows", "batch_size", rule, size))
     return split
 

@@ -58,13 +58,13 @@ def check_outside(where: str) -> None:
     """
     if setting("disable_jit"):
         raise ValueError(
-            f"{where}: jax_disable_jit must be off, as windows are compiled programs, got it on. "
-            "To look into loss_fn, call it by itself under jax.disable_jit()."
+            f"{where}: jax_disable_jit must be off, as windows are compiled programs, but it is "
+            "on. To look into loss_fn, call it by itself under jax.disable_jit()."
         )
     if core.get_opaque_trace_state() != _plain():
         raise ValueError(
             f"{where}: must be called outside of jit, vmap, grad and the like, got a call inside. "
-            "It compiles and differentiates what it is given; call it as it is."
+            "It compiles and differentiates what it is given; call it directly."
         )
 
 
@@ -83,7 +83,7 @@ def check_debug(where: str) -> None:
         if setting(name):
             raise ValueError(
                 f"{where}: jax_{name} must be off, as programs may return such values (metrics "
-                "that are not known yet, windows that are dropped), got it on. NonFiniteError "
+                "that are not known yet, windows that are dropped), but it is on. NonFiniteError "
                 "names the microbatches; to find the operation, call loss_fn by itself with them "
                 f"under jax.{name}(True)."
             )

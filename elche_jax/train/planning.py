@@ -111,7 +111,7 @@ class Planning(Generic[R]):
                 return
             if cursor.microbatch == begun == 0:
                 raise ValueError(
-                    f"data must hold at least one microbatch per epoch, epoch "
+                    f"data must hold at least one microbatch per epoch, but epoch "
                     f"{cursor.epoch} has none. An iterator can be used for one epoch only."
                 )
             cursor = cursor.next_epoch()

@@ -79,10 +79,10 @@ def restore_run(
     Raises:
         TypeError, ValueError: `saved` is not such a dict; the run is then unchanged.
     """
-    rule, where = "be the dict of run_to_dict", "TrainStep.restore_run"
+    rule, where = "be the dict that run_to_dict returned", "TrainStep.restore_run"
     check.instance(where, "saved", saved, Mapping, rule, brief=True)
     if absent := sorted(ALWAYS - saved.keys()):
-        raise ValueError(check.message(where, "saved", rule, f"none of the keys {absent}"))
+        raise ValueError(check.message(where, "saved", rule, f"one without the keys {absent}"))
     say = logger.warning if job.at == 0 else logger.debug
     kinds = kinds_of(job.devices)
     world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
@@ -120,7 +120,7 @@ def restore_run(
         here, there = ", ".join(kinds), ", ".join(saved_kinds)
         why = f"the devices are of {here}, the checkpoint's were of {there}"
     elif saved["cadence"] is None:
-        why = f"the state of {name} was not saved, as it is no elche_jax.cadence.State"
+        why = f"the state of {name} was not saved, as it is not an elche_jax.cadence.State"
     else:
         try:
             scheduler.restore(saved["cadence"])

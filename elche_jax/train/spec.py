@@ -93,7 +93,7 @@ class DataPlan:
             name, before, now = differs
             name = "the number of examples" if name == "examples" else name
             rule = f"be that of the cursor's run ({before})"
-            todo = "Read otherwise, the cursor is another place: begin without, or keep it."
+            todo = "Pass that value, or start without the cursor, whose place depends on it."
             raise ValueError(check.message("windows", name, rule, now, todo))
         return replace(cursor, reading=self.reading)
 
@@ -144,12 +144,12 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
         dtype = leaf.dtype
         if not is_numeric(dtype):
             raise TypeError(
-                f"data: every leaf must be an array of numbers, leaf "
+                f"data: every leaf must be an array of numbers, but leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."
             )
         if not dtype.isnative:
             raise TypeError(
-                f"data: every leaf must be in this machine's byte order, leaf "
+                f"data: every leaf must be in this machine's byte order, but leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype.str}. Convert it "
                 "with astype(dtype.newbyteorder('='))."
             )

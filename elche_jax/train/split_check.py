@@ -100,7 +100,7 @@ def check_shapes(call: LossCall, split: int) -> None:
     after = len(jax.tree.leaves(loss))
     for at, (name, _) in enumerate(named(new_state, "model_state")):
         if results[after + at] != first + at:
-            rule = "return model_state as it got it under microbatch_split"
+            rule = "return model_state unchanged under microbatch_split"
             got = f"another value of leaf {name}"
             todo = f"Statistics of parts (BatchNorm) are not those of the microbatch. {INSTEAD}"
             raise ValueError(check.message("windows", "loss_fn", rule, got, todo))

@@ -237,7 +237,7 @@ class TrainStep(Scheduled):
         with self._calls("windows"):
             if self._initial is None:
                 raise RuntimeError(
-                    "TrainStep.windows: init must be called before, so that shapes are known."
+                    "TrainStep.windows: init must be called first, so that shapes are known."
                 )
             # before the data are opened: two resident copies need not fit a device's memory
             self.settle()
@@ -310,7 +310,7 @@ class TrainStep(Scheduled):
         check.instance(where, "window", window, Window, "come from TrainStep.windows", brief=True)
         pipeline = self._pipelines.get(window.run)
         if pipeline is None:
-            rule, got = "come from this training step's windows", "one of another step's"
+            rule, got = "come from this training step's windows", "a window of another step"
             raise ValueError(check.message(where, "window", rule, got))
         return pipeline
 

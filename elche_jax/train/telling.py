@@ -258,7 +258,7 @@ def plans_error(job: Job, plan: WindowPlan, rows: np.ndarray) -> RuntimeError | 
         if own.plan != told[first].plan:
             return RuntimeError(
                 f"train: all processes must plan the same windows, but process {process} has "
-                f"another plan for its window than process {first}: here window "
+                f"a different plan for its window from process {first}: here window "
                 f"{plan.window} has counts {plan.counts}. Loops must take the same windows, and a "
                 "cadence or guard of your own must compute the same everywhere."
             )

@@ -286,7 +286,7 @@ def _prepare(folder: Path, resume: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        rule, got = "be a folder that can be made", f"{folder} ({error.strerror})"
+        rule, got = "be a folder that can be created", f"{folder} ({error.strerror})"
         raise ValueError(check.message("Trainer.fit", "run_dir", rule, got)) from error
     files = (folder / "timeline.jsonl", folder / "metrics.csv")
     if resume == "never" and any(file.exists() and file.stat().st_size > 0 for file in files):

@@ -201,12 +201,12 @@ class Trainer:
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             known = ", ".join(OPTIONS)
-            raise TypeError(f"Trainer.fit: {unknown[0]} is no argument; there are {known}.")
+            raise TypeError(f"Trainer.fit: {unknown[0]} is not an argument; there are {known}.")
         plan = FitPlan(params, data, batch_size, epochs, **options)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
-                "Trainer.fit: a trainer must do one run at a time, this one is already running. "
-                "Join its handle, or make another trainer."
+                "Trainer.fit: a trainer must do one run at a time, but this one is already "
+                "running. Join its handle, or make another trainer."
             )
         control = Control()
         try:

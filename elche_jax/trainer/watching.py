@@ -110,7 +110,7 @@ class Watching:
         for name in self._evaluated:
             if f"eval_{name}" in self._training:
                 raise ValueError(
-                    f"metric_fn: metrics must not use the name {name!r}, the loss reports "
+                    f"metric_fn: metrics must not use the name {name!r}, as the loss reports "
                     f"'eval_{name}' already. Choose another name for one of them."
                 )
         names, saving = sorted({*self._training, *self._evaluated}), self._plan.saving

@@ -125,13 +125,13 @@ FROM = {
     ),
     "a state of ours": (
         lambda train: from_flax(train, train.init({"w": jnp.ones(2)})),
-        TypeError, r"flax_state must be .* got a TrainState\. A state of elche_jax: "
-        r"replicate\(state, train.devices\)\.",
+        TypeError, r"flax_state must be .* got a TrainState\. For a state of elche_jax, "
+        r"use replicate\(state, train.devices\)\.",
     ),
     "replicated": (
         lambda train: from_flax(train, jax_utils.replicate(mlp_state(), jax.devices()[:2])),
         ValueError, r"from_flax: flax_state must be one copy, got leaf \['opt_state'\].* with "
-        r"those of 2 devices\.",
+        r"the copies of 2 devices\.",
     ),
     "of sgd": (
         lambda train: from_flax(train, mlp_state(tx=optax.sgd(0.1))),

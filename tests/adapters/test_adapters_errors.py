@@ -49,8 +49,8 @@ def linen_cnn():
 MADE = {
     "no linen module": (
         lambda: from_linen(Bare(), cross_entropy),
-        TypeError, r"from_linen: module must be a flax.linen module, got .*A flax.nnx module: "
-        "from_nnx.",
+        TypeError, r"from_linen: module must be a flax.linen module, got .*For a "
+        "flax.nnx module, use from_nnx.",
     ),
     "a class of linen": (
         lambda: from_linen(LinenMLP, cross_entropy),
@@ -58,8 +58,8 @@ MADE = {
     ),
     "no nnx module": (
         lambda: from_nnx(LinenMLP(), cross_entropy),
-        TypeError, r"from_nnx: model must be a flax.nnx module with __call__, got .*A "
-        "flax.linen module: from_linen.",
+        TypeError, r"from_nnx: model must be a flax.nnx module with __call__, got .*For "
+        "a flax.linen module, use from_linen.",
     ),
     "a class of nnx": (
         lambda: from_nnx(NnxCNN, cross_entropy),
@@ -252,8 +252,8 @@ VARIABLES = {
     ),
     "copies to merge": (
         lambda: several_copies("merge"),
-        ValueError, r"Model.merge: params must be one copy, got leaf .* with those of 2 devices\. "
-        r"Take one: elche_jax.unreplicate\.",
+        ValueError, r"Model.merge: params must be one copy, got leaf .* with the copies of 2 "
+        r"devices\. Take one with elche_jax.unreplicate\.",
     ),
     "copies to update": (
         lambda: several_copies("update"),

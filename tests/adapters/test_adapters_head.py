@@ -269,7 +269,8 @@ ERRORS = {
     ),
     "a module": (
         lambda: from_head(LinenMLP(), cross_entropy),
-        TypeError, r"obj must have .* got LinenMLP\. A module itself: from_linen, from_nnx\.",
+        TypeError, r"obj must have .* got LinenMLP\. For a module itself, use from_linen or "
+        r"from_nnx\.",
     ),
     "no params": (
         lambda: from_head(SimpleNamespace(module=LinenMLP()), cross_entropy),

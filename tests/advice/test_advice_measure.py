@@ -283,8 +283,8 @@ def test_of_a_device_alone_lanes_and_kinds_say_nothing(mixed, monkeypatch):
         (
             {"cadence": FixedTotal(3)},
             ValueError,
-            r"advise: cadence must be left out, got FixedTotal\(total=3\) \(FixedTotal\)\. What is "
-            r"measured are exchanges of gradients, whatever the cadence\.",
+            r"advise: cadence must be left out, got FixedTotal\(total=3\) \(FixedTotal\)\. advise "
+            r"measures exchanges of gradients, whatever the cadence\.",
         ),
         (
             {"averaging": DiLoCo(outer=optax.sgd(0.7), inner_steps=5)},
@@ -297,7 +297,7 @@ def test_of_a_device_alone_lanes_and_kinds_say_nothing(mixed, monkeypatch):
         (
             {"config": DDPConfig(policy="async", exchange="host", max_overshoot=3)},
             ValueError,
-            r"advise: config must be of a run that exchanges gradients, got policy='async', "
+            r"advise: config must be for a run that exchanges gradients, got policy='async', "
             r"exchange='host'\. Leave both out\.",
         ),
         ({"config": 3}, TypeError, r"build_train_step: config must be a DDPConfig, got int\."),

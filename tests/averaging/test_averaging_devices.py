@@ -72,8 +72,8 @@ def test_it_is_an_error_unless_told_otherwise():
     with pytest.raises(
         elche.NonFiniteError,
         match=rf"^train: loss, weight, parameters and model state of every device must be finite "
-        rf"after its steps, those of window 4 \(epoch 0, counts \(5, 2, 2\)\) were not: device 1 "
-        rf"\(.*\), microbatches {FIRST_OF_BAD} to .*\. The others were averaged without; look at",
+        rf"after its steps, but those of window 4 \(epoch 0, counts \(5, 2, 2\)\) were not: device "
+        rf"1 \(.*\), microbatches {FIRST_OF_BAD} to .*\. Only the others were averaged; look at",
     ) as caught:
         train_on(elche.ParameterAveraging(), THREE, **poisoned())
     assert caught.value.microbatches == {1: range(FIRST_OF_BAD, FIRST_OF_BAD + 2)}

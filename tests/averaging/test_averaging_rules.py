@@ -59,7 +59,7 @@ def build(averaging=None, world=2, **options):
         (lambda: elche.DiLoCo(SGD, fragments=2, optimizer_state="reset"), ValueError,
          r"DiLoCo: optimizer_state must be 'keep' with fragments=2, .* got 'reset'\.$"),
         (lambda: elche.DiLoCo(SGD, fragments=2, delay=1), ValueError,
-         r"DiLoCo: fragments must be 1 with delay=1, as the windows that are .*, got 2\. Pass"),
+         r"DiLoCo: fragments must be 1 with delay=1, as pending windows would .*, got 2\. Pass"),
         (lambda: elche.DiLoCo(SGD, compression="int4"), ValueError,
          r"DiLoCo: compression must be one of None, 'bfloat16', 'int8', got 'int4'\.$"),
     ],
@@ -86,7 +86,7 @@ RULE = elche.ParameterAveraging()
           "exchange": elche.HostExchange(run_ahead=True)}, ValueError,
          r"ParameterAveraging: delay must be 0 where devices run ahead, and max_overshoot says h"),
         ({"averaging": RULE, "exchange": elche.HostExchange(run_ahead=True)}, ValueError,
-         r"ParameterAveraging: optimizer_state must be 'keep' with run_ahead=True, as a device's"),
+         r"ParameterAveraging: optimizer_state must be 'keep' with run_ahead=True, as a device"),
         ({"averaging": elche.DiLoCo(SGD, 5), "cadence": elche.FixedTotal(4)}, ValueError,
          r"DiLoCo: inner_steps must be None where the cadence is chosen \(FixedTotal\), got 5\. "),
         ({"averaging": elche.DiLoCo(SGD, 5), "config": elche.DDPConfig(anchor=3)}, ValueError,
@@ -500,7 +500,7 @@ def test_a_rule_that_cannot_be_followed_late():
     with pytest.raises(
         ValueError,
         match=r"^TrainStep\.init: merge must be 'mean', 'pooled', 'max' or 'keep' where exchanges "
-        r"are late, got 'first'\. What is the first device's cannot be corrected later; 'keep' ",
+        r"are late, got 'first'\. The first device's values cannot be corrected later; 'keep' ",
     ):
         train.init(params(), model_state=start)
 
@@ -585,9 +585,9 @@ def test_an_outer_optimizer_steps_after_windows_on_one_device_too(policy):
 def test_what_a_policy_cannot_take_up_late():
     for rule, message in [
         (elche.ParameterAveraging(), "ParameterAveraging: optimizer_state must be 'keep' with "
-         "policy='async', as a device's moments go on while parameters are exchanged, got 'averag"),
+         "policy='async', as a device updates its moments while parameters are exchanged, got 'av"),
         (elche.DiLoCo(optax.sgd(1.0), fragments=2), "DiLoCo: fragments must be 1 with "
-         "policy='async', as the windows that are pending would hold other parts of the para"),
+         "policy='async', as pending windows would hold different parts of the parameters, got 2"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             elche.build_train_step(

@@ -138,7 +138,7 @@ def test_adacomm_of_a_loss_of_zero():
 def test_adacomm_needs_a_loss(loss):
     rule = AdaComm()
     with pytest.raises(
-        ValueError, match=rf"^AdaComm\.update: report must have a loss, not negative, got {loss}\.$"
+        ValueError, match=rf"^AdaComm\.update: report must have a loss of at least 0, got {loss}\.$"
     ):
         rule.update(rule.init(2), report((1, 1), loss, ms=(1.0, 1.0)))
 

@@ -134,7 +134,7 @@ def test_a_state_that_would_come_back_as_another_one_is_not_stored(value, got):
     """Twice an array is not twice the tuple that it would be after a resume."""
     message = (
         rf"^Nested\.to_dict: ms must be a number, a string, None or a tuple of these, got {got}\. "
-        r"A checkpoint keeps no other; tuple\(\.\.\.\) makes one of a list or an array\.$"
+        r"A checkpoint can keep nothing else; convert a list or an array with tuple\(\.\.\.\)\.$"
     )
     with pytest.raises(TypeError, match=message):
         Nested(((1,),), value, True).to_dict()

@@ -356,7 +356,7 @@ def test_all_devices_cannot_be_lost():
 
 def test_a_recording_needs_its_devices():
     controller = Controller(Replay([(1, 2, 3)] * 2))
-    rule = r"^Controller.without: ranks must be of devices that a recording does without, got \[2\]"
+    rule = r"^Controller.without: ranks must be empty, as a recording needs all devices, got \[2\]"
     with pytest.raises(ValueError, match=rule):
         controller.without(controller.init(3), [2])
 

@@ -142,7 +142,7 @@ def test_a_folder_in_the_place_of_a_checkpoint(train, windows8, tmp_path):
     (tmp_path / "3").mkdir()
     with saver_in(train, tmp_path, on_error="end") as saver:
         assert saver.restore(state) == (state, None)
-        with pytest.raises(ValueError, match=r"/3 must not exist .*, got something that is none\."):
+        with pytest.raises(ValueError, match=r"/3 must not exist .*, got something that is not"):
             saver.save(state, windows[2])
         assert saver.save(state, windows[3], force=True)
     assert steps(tmp_path) == [3, 4] and not list((tmp_path / "3").iterdir())
@@ -184,7 +184,7 @@ def test_resume(train, tmp_path, caplog):
         with pytest.raises(
             ValueError,
             match=r"checkpoints: .* must hold a whole checkpoint with resume='must', got none\. "
-            r"Pass resume='auto' to start\.",
+            r"Pass resume='auto' to start without one\.",
         ):
             saver.restore(CASE.init(train), "must")
         for words in ((), ("auto",), ("never",)):
@@ -413,7 +413,7 @@ def test_a_full_disk_is_resumed_from(train, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "write", full)
     broken(monkeypatch)
     saver = saver_in(train, tmp_path, on_error="end")
-    with pytest.raises(RuntimeError, match=r"another one \(process unknown\) is using it"):
+    with pytest.raises(RuntimeError, match=r"another one \(process unknown, or a fork of it\)"):
         saver_in(train, tmp_path)
     _, cursor = saver.restore(CASE.init(train))
     assert cursor.window == 6
@@ -435,8 +435,8 @@ def test_checkpoints_that_cannot_be_opened(train, tmp_path, monkeypatch):
         patch.setattr("elche_jax.checkpoint.checkpointer.lock", fails)
         with pytest.raises(
             OSError,
-            match=rf"^checkpoints: {tmp_path} must be open for reading and writing, as it may hold "
-            r"checkpoints, but PermissionError: .* Permission denied\. Mend that, or use another",
+            match=rf"^checkpoints: {tmp_path} must be readable and writable, as it may hold "
+            r"checkpoints, but PermissionError: .* Permission denied\. Fix that, or use another",
         ):
             saver_in(train, tmp_path, on_error="end")
         new = tmp_path / "new"
@@ -606,7 +606,7 @@ def test_something_else_than_a_window(window, train, tmp_path):
 def test_a_window_of_another_training_step(train, tmp_path):
     other = CASE.build(1, elche.EveryBatch())
     state, windows = CASE.init(other), other.windows(TINY, 2)
-    message = r"^Checkpointer\.save: window must come from this training step's windows, got one"
+    message = r"^Checkpointer\.save: window must come from this training step's windows, got a"
     with windows, saver_in(train, tmp_path) as saver:
         window = next(windows)
         state, _ = other(state, window)
@@ -632,7 +632,7 @@ def test_a_forked_process_has_no_part_in_the_lock(train, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
         other.close()  # by the forked process
-    with pytest.raises(RuntimeError, match=rf"another one \(process {os.getpid()}\) is using it"):
+    with pytest.raises(RuntimeError, match=rf"another one \(process {os.getpid()}, or a fork"):
         saver_in(train, tmp_path / "other")
     for file in shared:
         os.close(file)

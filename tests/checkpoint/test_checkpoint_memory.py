@@ -170,7 +170,7 @@ def test_memory_that_is_short_is_no_error(train, memory, tmp_path, monkeypatch, 
     assert said.startswith(
         f"elche: the checkpoint after {AT} windows is not kept in memory, only on disk: {FULL}"
     )
-    assert said.endswith("bytes, of which 100 are free'")
+    assert said.endswith("bytes to keep, 100 free'")
 
 
 def test_what_memory_is_free(tmp_path):

@@ -127,14 +127,17 @@ def test_cadences_that_begin_anew(cadence, caplog):
 
 @pytest.mark.parametrize(
     ("lacks", "got"),
-    [(None, "NoneType."), (["left_out", "skipped"], "none of the keys ['left_out', 'skipped'].")],
+    [
+        (None, "NoneType."),
+        (["left_out", "skipped"], "one without the keys ['left_out', 'skipped']."),
+    ],
 )
 def test_what_is_no_run_changes_nothing(lacks, got):
     train = build(STATES["ElChe"][0], 3)
     train.restore_run(ended() | {"in_a_row": 1, "skipped": 3})
     before = train.skipped, train.cadence_state, train.counts_history
     saved = lacks and {name: value for name, value in ended().items() if name not in lacks}
-    said = f"TrainStep.restore_run: saved must be the dict of run_to_dict, got {got}"
+    said = f"TrainStep.restore_run: saved must be the dict that run_to_dict returned, got {got}"
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(said)}$"):
         train.restore_run(saved)
     assert (train.skipped, train.cadence_state, train.counts_history) == before

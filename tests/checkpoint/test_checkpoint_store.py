@@ -121,8 +121,8 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
     caplog.clear()
     store = Store(folder, Checkpoints(keep_last=1))
     assert caplog.messages == [
-        f"elche: 0, 1, 8, 9 in {folder} are no checkpoints, as they have no manifest, and are "
-        "left alone."
+        f"elche: 0, 1, 8, 9 in {folder} are not checkpoints, as they have no manifest, and "
+        "are left alone."
     ]
     assert store.steps == [4] and is_whole(store.newest())
     save(store, 5, leaves(5), OWN, {"step": 5})
@@ -131,7 +131,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
         with pytest.raises(
             ValueError,
             match=rf"^checkpoints: .*/{step} must not exist before a checkpoint is written there, "
-            r"got something that is none\. Move it, or use another folder\.$",
+            r"got something that is not one\. Move it, or use another folder\.$",
         ):
             save(store, step, LEAVES, OWN, {})
     assert {path: path.read_text() for path in folder.rglob("mine.txt")} == others

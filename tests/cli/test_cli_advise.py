@@ -100,11 +100,11 @@ def test_arguments_are_above_those_of_the_target(target, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_file.py:job", "no_file.py must be a file, there is none"),
-        ("no_module:job", "no_module must be a module, there is none of this name"),
-        ("no.module:job", "no.module must be a module, there is none of this name"),
-        ("my_job:other", "my_job must have a function other, it has none"),
-        ("my_job:value", "my_job must have a function value, it has none"),
+        ("no_file.py:job", "no_file.py must be a file, but there is none"),
+        ("no_module:job", "no_module must be a module, but there is none of this name"),
+        ("no.module:job", "no.module must be a module, but there is none of this name"),
+        ("my_job:other", "my_job must have a function other, but has none"),
+        ("my_job:value", "my_job must have a function value, but has none"),
         (
             "my_job:nothing",
             "my_job:nothing must return a dict of arguments of elche.advise, got NoneType",

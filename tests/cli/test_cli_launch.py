@@ -97,7 +97,7 @@ def test_processes_get_their_numbers_and_their_lines_a_prefix(launched):
     assert len(set(dict(lines).values())) == 1
     assert re.search(rf"^\[{code - 2}\] open {code - 2}$", err, re.MULTILINE), "it got an end"
     says = rf"elche-jax launch: process {code - 2} ended with exit code {code}"
-    assert re.search(rf"^{says}(, the others are ended)?$", err, re.MULTILINE)
+    assert re.search(rf"^{says}(, ending the others)?$", err, re.MULTILINE)
 
 
 def test_a_module_on_one_of_several_hosts(launched):
@@ -159,7 +159,7 @@ time.sleep(600)
         code, _, err = outcome(process)
         assert code == 128 + signal.SIGSEGV
         assert gone(pids)
-    assert "elche-jax launch: process 1 ended with SIGSEGV, the others are ended" in err
+    assert "elche-jax launch: process 1 ended with SIGSEGV, ending the others" in err
 
 
 def test_what_a_process_leaves_behind_is_ended_with_success(launched):
@@ -298,7 +298,7 @@ def test_all_end_if_a_disk_is_full(launched, tmp_path):
         launched(SAVES, "-n", "1", "--grace", "600", stdout=full) as process,
     ):
         said = process.stderr.read()
-        assert "what is printed cannot be written ([Errno 28] No space left on device)" in said
+        assert "the output cannot be written ([Errno 28] No space left on device)" in said
         assert process.wait() == 1
     assert (tmp_path / "saved").exists(), "it had the time to save"
 
@@ -445,7 +445,7 @@ while me and not Path("end").exists():
         line = process.stderr.readline()
         (tmp_path / "end").touch()
         assert outcome(process) == (0, "", "")
-    assert line == "elche-jax launch: process 0 has ended, this waits for process 1, 2\n"
+    assert line == "elche-jax launch: process 0 has ended, waiting for process 1, 2\n"
 
 
 @pytest.mark.parametrize("asked", [{}, {"go_on": True}, {"elastic": Elastic(2, 2, 2)}])
@@ -462,7 +462,7 @@ while waits and not os.path.exists({str(end)!r}):
 """
     job = generation.Asked([sys.executable, "-c", waits], processes=2, total=2, **asked)
     assert launcher.launch(job) == 0
-    assert said == ["process 0 has ended, this waits for process 1"]
+    assert said == ["process 0 has ended, waiting for process 1"]
 
 
 def test_one_that_asks_to_be_started_again_is_no_failure(launched):
@@ -512,7 +512,7 @@ def test_the_one_whose_error_ended_another_is_blamed(launched):
     with launched(BLAMES + "time.sleep(600)\n", "-n", "3") as process:
         code, _, err = outcome(process)
     assert code == 7
-    assert err == "elche-jax launch: process 1 ended with exit code 7, the others are ended\n"
+    assert err == "elche-jax launch: process 1 ended with exit code 7, ending the others\n"
 
 
 def test_one_that_is_aborted_before_it_can_say_because_of_whom(launched):
@@ -522,7 +522,7 @@ def test_one_that_is_aborted_before_it_can_say_because_of_whom(launched):
     with launched(script + "time.sleep(600)\n", "-n", "3") as process:
         code, _, err = outcome(process)
     assert code == 7
-    assert err == "elche-jax launch: process 1 ended with exit code 7, the others are ended\n"
+    assert err == "elche-jax launch: process 1 ended with exit code 7, ending the others\n"
 
 
 ABORTS = """
@@ -570,8 +570,8 @@ def test_the_one_that_is_to_blame_is_waited_for_only_for_a_while(launched):
         code, _, err = outcome(process)
     assert code == 5
     assert err == (
-        "elche-jax launch: process 0 ended with exit code 5 because of process 1, the others are "
-        "ended\n"
+        "elche-jax launch: process 0 ended with exit code 5 because of process 1, ending the "
+        "others\n"
     )
 
 

@@ -298,14 +298,14 @@ def test_restarts_are_counted(me, goes_on, launched):
     script = FAILS.format(me=me, leaves=goes_on)
     with launched(script, "-n", "2", "--elastic", "1:2", "--max-restarts", "1") as process:
         code, _, said = outcome(process)
-    rest = "are asked to save and to end" if goes_on else "are ended"
+    rest = "the others are asked to save and to end" if goes_on else "ending the others"
     assert code == 6, "of the first failure in the last generation"
     assert said == [
         "generation 1: 2 processes",
-        f"process {me} ended with exit code 5, the others {rest}",
+        f"process {me} ended with exit code 5, {rest}",
         "generation 2: 2 processes, resuming",
-        f"process {me} ended with exit code 6, the others {rest}",
-        f"all restarts are used (--max-restarts): process {me} ended with exit code 6",
+        f"process {me} ended with exit code 6, {rest}",
+        f"all restarts are used up (--max-restarts): process {me} ended with exit code 6",
     ]
 
 
@@ -330,7 +330,7 @@ def test_that_the_others_may_raise_is_not_denied(launched):
         "generation 1: 3 processes",
         "process 1 ended with exit code 5, the others are asked to save and to end",
         "process 2 ended with exit code 6",
-        "all restarts are used (--max-restarts): process 1 ended with exit code 5",
+        "all restarts are used up (--max-restarts): process 1 ended with exit code 5",
     ]
 
 
@@ -350,7 +350,7 @@ def test_a_place_at_which_none_can_run_is_left_out(launched):
     assert (code, out) == (0, ["[0] done 0", "[1] done 2"])
     assert said == [
         "generation 1: 3 processes",
-        "process 1 ended with exit code 9, the others are ended",
+        "process 1 ended with exit code 9, ending the others",
         "generation 2: 2 processes (3 wanted), resuming",
     ]
 
@@ -388,7 +388,7 @@ def test_too_few_can_run(launched):
     assert code == 9
     assert re.fullmatch(
         r"process [01] ended with exit code 9 before the first window was complete; without its "
-        r"place 1 process could run, but 2 must \(--elastic\)",
+        r"place 1 process could run, but at least 2 must \(--elastic\)",
         said[-1],
     )
 
@@ -415,7 +415,7 @@ def test_another_number_is_wanted(launched, tmp_path):
         says("generation 1: 1 process\n")
         for bad in ("4", "two"):
             number.write_text(bad)
-            says(f"number must hold a number from 1 to 3, got '{bad}'; 1 stays wanted")
+            says(f"number must hold a number from 1 to 3, got '{bad}'; the number wanted stays 1")
         number.unlink()
         number.write_text(" 3\n")
         says("3 processes are wanted (number)")
@@ -473,7 +473,7 @@ def test_a_job_that_asks_by_itself_again_and_again(launched):
     assert code == AGAIN
     assert said[2:] == [
         "generation 3: 1 process, resuming",
-        "all restarts are used (--max-restarts): process 0 ended with exit code 75",
+        "all restarts are used up (--max-restarts): process 0 ended with exit code 75",
     ]
 
 
@@ -538,8 +538,8 @@ def test_a_number_that_is_none(text):
         ("-n 2 --elastic some", "in ascending order, got 'some'"),
         ("-n 2 --elastic 0:2", "in ascending order, got '0:2'"),
         ("-n 5 --elastic 2:4", "-n must be from 2 to 4 with --elastic 2:4, got 5"),
-        ("-n 2 --max-restarts 1", "--max-restarts must be given with --elastic"),
-        ("-n 2 --number-file x", "--number-file must be given with --elastic"),
+        ("-n 2 --max-restarts 1", "--max-restarts must not be given without --elastic"),
+        ("-n 2 --number-file x", "--number-file must not be given without --elastic"),
         (
             "-n 2 --elastic 2 --number-file .",
             "--number-file must be a regular file, got the folder .",

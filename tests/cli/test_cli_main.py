@@ -81,7 +81,7 @@ def test_help_and_version(run):
         ("advise --batch-size 1.5", r"must be an integer of at least 1, got '1\.5'"),
         ("advise --devices 0,-1", r"argument --devices: must be integers of at least 0, got '-1'"),
         ("advise --emulate 5,,5", r"argument --emulate: must be a number above 0, got ''"),
-        ("devices --devices 0,99", r"elche-jax devices: --devices must be below 8, got 99$"),
+        ("devices --devices 0,99", r"elche-jax devices: --devices must be ranks below 8, got 99$"),
         ("devices --devices 1,1", r"elche-jax devices: --devices must name no device twice$"),
         (
             "advise --devices 0,1 --emulate 5",

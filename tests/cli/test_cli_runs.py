@@ -115,8 +115,8 @@ def test_what_is_no_run(tmp_path, capsys, command):
     folder.mkdir()
     cases = {
         tmp_path / "nowhere": f"{tmp_path / 'nowhere'}: No such file or directory",
-        folder: f"{folder} must be the folder of a run, it has no timeline.jsonl",
-        empty: f"{empty} must hold at least one window, it has none",
+        folder: f"{folder} must be the folder of a run, but has no timeline.jsonl",
+        empty: f"{empty} must hold at least one window, but has none",
         other: f"Timeline.read: line 1 of {other} must be an event of a timeline",
     }
     for path, message in cases.items():

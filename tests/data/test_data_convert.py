@@ -123,20 +123,20 @@ def test_types_that_numpy_has_not_come_by_dlpack():
         (
             {"x": Tensor(X, RuntimeError("Can't call numpy() on it"))},
             TypeError,
-            r"^data: every leaf must convert to a NumPy array, leaf \['x'\] is a \S*Tensor that "
-            r"does not \(RuntimeError: Can't call numpy\(\) on it\)\. Convert it in the dataset\.$",
+            r"^data: every leaf must convert to a NumPy array, but leaf \['x'\] is a \S*Tensor "
+            r"that does not \(RuntimeError: Can't call numpy\(\) on it\)\. Convert it in the data",
         ),
         (
             {"x": Table(np.array([[1, "a"]], object))},
             TypeError,
-            r"^data: every leaf must convert to a NumPy array, leaf \['x'\] is a \S*Table that "
+            r"^data: every leaf must convert to a NumPy array, but leaf \['x'\] is a \S*Table that "
             r"does not \(TypeError: NumPy makes objects of it\)\. Convert it in the dataset\.$",
         ),
         (Plain(), TypeError, r"leaf data is a \S*Plain that does not \(TypeError: NumPy makes obj"),
         (
             {"x": [[1, 2], [3]]},
             ValueError,
-            r"^data: lists of numbers must have one length on every level, leaf \['x'\] has sever",
+            r"^data: lists of numbers must have one length on every level, but leaf \['x'\] has ",
         ),
         (
             [1.0, 2.0],
@@ -147,14 +147,14 @@ def test_types_that_numpy_has_not_come_by_dlpack():
         (
             UserDict(x=X),
             TypeError,
-            r"^data: an example or a microbatch must be an array, or a dict or tuple of them, leaf "
-            r"data is a UserDict\. Pass dict\(it\)\.$",
+            r"^data: an example or a microbatch must be an array, or a dict or tuple of them, but "
+            r"leaf data is a UserDict\. Pass dict\(it\)\.$",
         ),
         ({"x": MappingProxyType({"a": X})}, TypeError, r"leaf \['x'\] is a mappingproxy\. Pass di"),
         (
             {"x": np.ma.masked_array(X, mask=X > 0)},
             TypeError,
-            r"^data: every leaf must be a plain array, leaf \['x'\] is a masked one, whose mask",
+            r"^data: every leaf must be a plain array, but leaf \['x'\] is a masked one, whose m",
         ),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_table_is_data(data):
 
 
 def test_what_has_only_a_shape_is_no_data():
-    with pytest.raises(TypeError, match=r"^data: every leaf must convert to a NumPy array, leaf "):
+    with pytest.raises(TypeError, match=r"^data: every leaf must convert to a NumPy array, but "):
         as_source({"x": SimpleNamespace(shape=(3,), ndim=1)})
 
 
@@ -233,7 +233,7 @@ def test_what_has_only_a_shape_is_no_data():
     ],
 )
 def test_masks_are_not_lost(data):
-    with pytest.raises(TypeError, match=r"^data: every leaf must be a plain array, leaf \['x'\] "):
+    with pytest.raises(TypeError, match=r"^data: every leaf must be a plain array, but leaf \['x'"):
         source = as_source(data)
         source.peek() if isinstance(data, Loader) else source.rows(np.arange(2))
 

@@ -176,7 +176,7 @@ def test_a_short_microbatch_in_the_middle_is_an_error(drop_last):
     with pytest.raises(
         ValueError,
         match=r"^data: only the last microbatch of an iterator may be smaller, but "
-        r"microbatch 1 had 2 examples of 3 and another one came\.$",
+        r"microbatch 1 had 2 examples of 3 and was not the last\.$",
     ):
         reader.available(0, 9)
 
@@ -185,7 +185,7 @@ def test_a_larger_microbatch_is_an_error():
     reader = IterableReader(IterableSource([np.zeros(3), np.zeros(4)]), Reading(3))
     with pytest.raises(
         ValueError,
-        match=r"^data: every microbatch must have 3 examples, microbatch 1 has 4\.$",
+        match=r"^data: every microbatch must have 3 examples, but microbatch 1 has 4\.$",
     ):
         reader.available(0, 2)
 
@@ -227,7 +227,7 @@ def test_a_microbatch_without_a_common_axis_is_an_error(item, shapes):
     with pytest.raises(
         ValueError,
         match=r"^data: the leaves of a microbatch must have one common, non-empty "
-        rf"leading axis, microbatch 4 has shapes {shapes}\.$",
+        rf"leading axis, but microbatch 4 has shapes {shapes}\.$",
     ):
         microbatch_size(item, 4)
 
@@ -244,8 +244,8 @@ def test_a_microbatch_without_a_common_axis_is_an_error(item, shapes):
 def test_text_in_a_microbatch_is_named(item, name):
     with pytest.raises(
         TypeError,
-        match=rf"^data: every leaf of a microbatch must be an array of numbers, leaf {name} of "
-        r"microbatch 4 is text\. Leave it out, or encode it\.$",
+        match=rf"^data: every leaf of a microbatch must be an array of numbers, but leaf {name} "
+        r"of microbatch 4 is text\. Leave it out, or encode it\.$",
     ):
         microbatch_size(item, 4)
 

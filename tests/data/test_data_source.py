@@ -144,7 +144,7 @@ def test_examples_of_another_structure_are_an_error():
     with pytest.raises(
         ValueError,
         match=r"^data: every example must have the same structure "
-        r"\(PyTreeDef\({'x': \*}\)\), example 7 has "
+        r"\(PyTreeDef\({'x': \*}\)\), but example 7 has "
         r"PyTreeDef\({'y': \*}\)\.$",
     ):
         stack([{"x": 1}, {"x": 1}, {"y": 1}], [5, 3, 7])
@@ -154,10 +154,10 @@ def test_examples_of_another_shape_or_dtype_are_an_error():
     with pytest.raises(
         ValueError,
         match=r"^data: every example must have the same shape and dtype "
-        r"\(\(2,\), float64\), example 1 has \(3,\), float64\.$",
+        r"\(\(2,\), float64\), but example 1 has \(3,\), float64\.$",
     ):
         stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}], range(2))
-    with pytest.raises(ValueError, match=r"\(\(\), int64\), example 1 has \(\), float64"):
+    with pytest.raises(ValueError, match=r"\(\(\), int64\), but example 1 has \(\), float64"):
         stack([{"x": 1}, {"x": 1.5}], range(2))
 
 
@@ -191,7 +191,7 @@ def test_rows_that_are_not_filled_yet_are_not_cast(monkeypatch):
 def test_a_scalar_leaf_is_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^data: every leaf must have a leading axis of examples, leaf "
+        match=r"^data: every leaf must have a leading axis of examples, but leaf "
         r"\['y'\] is a scalar\.$",
     ):
         as_source({"x": np.zeros(3), "y": np.float32(1)})
@@ -218,7 +218,7 @@ def test_empty_data_is_an_error(data):
 def test_an_empty_iterator_is_an_error(empty):
     with pytest.raises(
         ValueError,
-        match=r"^data must hold at least one microbatch, the iterator is empty\.$",
+        match=r"^data must hold at least one microbatch, but the iterator is empty\.$",
     ):
         as_source(empty).peek()
 

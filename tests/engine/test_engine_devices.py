@@ -178,7 +178,7 @@ for call in calls:
 def test_a_device_whose_backend_is_gone():
     done = children.run(sys.executable, "-c", GONE)
     *refused, taken = done.stdout.splitlines()
-    got = "of one that is gone. Ask JAX for them again."
+    got = "of one that is gone. Get them from JAX again."
     assert done.returncode == 0 and len(refused) == 3, done.stderr
     assert all(line.endswith(got) for line in refused) and taken == "TrainStep"
     assert all("devices must be of a backend in use, got " in line for line in refused)

@@ -335,7 +335,7 @@ FORMS = [
     (
         lambda p, b, r: (b["y"].sum(), {"loss": b["y"].sum()}),
         {"has_aux": True},
-        r"loss_fn: aux must not use the name 'loss', every window reports it already\. "
+        r"loss_fn: aux must not use the name 'loss', which every window reports already\. "
         r"Choose another name\.",
     ),
     (
@@ -352,7 +352,7 @@ FORMS = [
     (
         lambda p, b, r: (b["y"].sum(), {"acc": "high"}),
         {"has_aux": True},
-        r"loss_fn: must return arrays and numbers alone, got 'high' \(str\)\.",
+        r"loss_fn: must return only arrays and numbers, got 'high' \(str\)\.",
     ),
     (
         lambda p, b, r: (b["y"].sum(), {"acc": b["x"]}),

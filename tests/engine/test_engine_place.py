@@ -215,19 +215,19 @@ class Odd:
         (
             {"x": np.zeros(3, np.float32), "m": np.int32(0)},
             r"data: every microbatch must have the structure of the first one "
-            r"\(PyTreeDef\({'n': \*, 'x': \*}\)\), microbatch 4 has "
+            r"\(PyTreeDef\({'n': \*, 'x': \*}\)\), but microbatch 4 has "
             r"PyTreeDef\({'m': \*, 'x': \*}\)\.",
         ),
         (
             {"x": np.zeros(4, np.float32), "n": np.int32(0)},
             r"data: every microbatch must have the shapes and dtypes of the "
-            r"first one \(\(1, 3\), float32\), microbatch 4 has \(1, 4\), float32\. "
+            r"first one \(\(1, 3\), float32\), but microbatch 4 has \(1, 4\), float32\. "
             r"Pad them, or call windows for each shape\.",
         ),
         (
             {"x": np.zeros(3, np.float32), "n": 0.5},
             r"data: every microbatch must have the shapes and dtypes of the "
-            r"first one \(\(1,\), int32\), microbatch 4 has \(1,\), float32\. Pad .*",
+            r"first one \(\(1,\), int32\), but microbatch 4 has \(1,\), float32\. Pad .*",
         ),
     ],
 )

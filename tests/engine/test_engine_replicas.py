@@ -120,7 +120,7 @@ def test_what_is_not_stacked_is_an_error(function, leaf, got):
     with pytest.raises(
         ValueError,
         match=rf"^{function.__name__}: every leaf must be a stacked array with one entry per "
-        rf"device, leaf \['w'\] is {got}\. Pass what replicate or a training step returned\.$",
+        rf"device, but leaf \['w'\] is {got}\. Pass what replicate or a training step returned\.$",
     ):
         function({"w": leaf})
 
@@ -175,7 +175,7 @@ def test_typed_keys_are_copied_and_compared(world_size):
             {"a": 2**40 + 7},
             None,
             ValueError,
-            r"^replicate: integers must fit int32, which .* int64, got 1099511627783 in leaf \['a'",
+            r"^replicate: integers must fit int32, to .* int64, got 1099511627783 in leaf \['a'",
         ),
     ],
 )

@@ -396,7 +396,7 @@ def test_what_is_no_output(value, message):
     ("value", "message"),
     [
         ({1: VALUES, "a": VALUES}, r"dicts in what it returns must have keys of one type, as JAX "),
-        ({"a": VALUES, "b": "x"}, r"must return arrays and numbers alone, got 'x' \(str\)\."),
+        ({"a": VALUES, "b": "x"}, r"must return only arrays and numbers, got 'x' \(str\)\."),
     ],
 )
 def test_what_jax_cannot_take(value, message):

@@ -106,7 +106,7 @@ def test_schedules_compose():
         (
             lambda: constant([5, 5])(0, 2, 0),
             ValueError,
-            r"constant: ms must have one entry per device, got 2 and device 2\.",
+            r"constant: ms must have one entry per device, got 2, none for device 2\.",
         ),
         (
             lambda: throttle(constant([5]), rank=-1, factor=2, at=0),

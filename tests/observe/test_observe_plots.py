@@ -66,7 +66,7 @@ assert "matplotlib.figure" in sys.modules and "matplotlib.pyplot" not in sys.mod
         ({"baseline": run(3)}, r"^plot_run: baseline must have as many .* \(2\), got 3\.$"),
         (
             {"records": [*run(2), *run(3)]},
-            r"^plot_run: records must be windows of one number of .*2, 3\]",
+            r"^plot_run: records must have the same number of .*2, 3\]",
         ),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_damaged_table_is_put_aside(tmp_path, content, caplog):
     assert aside.read_bytes() == content
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"elche: {path} is a damaged table: ") and DAMAGED[content] in said
-    assert said.endswith(f"It was renamed to {aside.name}, and a new one is begun.")
+    assert said.endswith(f"It was renamed to {aside.name}, and a new one is started.")
 
 
 @pytest.mark.parametrize("zeros", [b"", b"\0" * 4096])

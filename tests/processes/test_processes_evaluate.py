@@ -81,7 +81,7 @@ def test_values_larger_than_a_piece_are_exchanged(said):
 
 
 OTHERS = "{}: every process must get through it, but process 1 raised {}"
-SAME = "must be the same in all processes, got something else in process 1 than in 0."
+SAME = "must be the same in all processes, got different values in processes 1 and 0."
 ERRORS = {
     "metric_fn": ("build_eval_step", "KeyError: 'no such name'"),
     "data": ("build_eval_step", "OSError: the disk is gone"),
@@ -160,7 +160,7 @@ MESSAGES = {
     "torn": "ReplicaMismatch: check_replicas: all replicas must be bitwise equal, but leaf ['w'] "
     "on cpu:2048 of process 1 differs from cpu:0 of process 0.",
     "leaves": "ValueError: check_replicas: tree must have the same leaves in all processes, got "
-    "others in process 1.",
+    "different ones in process 1.",
     "axis": "ValueError: DDP.map: fn: must use no named axis, as devices of several processes have "
     "none in common, got 'devices'. Exchange outside of it, with "
     "DDP.weighted_all_reduce_gradients, and pass ranks as np.array(ddp.ranks).",

@@ -131,7 +131,8 @@ CANNOT = {
     "a recording": (RULE, ("Replay", [(2, 2)] * 9), None, LOST + "A recording needs all devices."),
     "an iterable": (
         RULE, TOTAL, "iterable", LOST + "The data of a window must be read again, which an "
-        "iterable cannot. Resume from a checkpoint; iterables must be as long in every process.",
+        "iterable does not allow. Resume from a checkpoint; iterables must have the same length in "
+        "every process.",
     ),
 }  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_a_device_that_is_late_meanwhile(back, number, rule, way):
 
 
 LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 devices are left. "
-RULE = "Windows that have no mean yet would have to run again, and {}. Resume from a checkpoint."
+RULE = "Windows that have no mean yet would have to run again, but {}. Resume from a checkpoint."
 CANNOT = {
     "left early": "their loop has ended",
     "another state": STATE,

@@ -121,7 +121,7 @@ def test_windows_that_an_earlier_loop_left_pending_are_an_error():
     job = json.dumps((THREE, TOTAL, {1: ("exchange", 5)}, "two loops"))
     said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
     assert said == {"processes": [1], "error": LOST.format(4) + (
-        "Windows pending since before this call of windows would have to run again, and their data "
+        "Windows pending since before this call of windows would have to run again, but their data "
         "are closed. Resume from a checkpoint."
     )}  # fmt: skip
 

@@ -58,6 +58,6 @@ def test_an_iterable_cannot_be_evaluated_again():
     assert first == second
     assert first["error"] == (
         f"ProcessLostError: build_eval_step: {LOST.format(2)} The data of a window must be read "
-        "again, which an iterable cannot. Resume from a checkpoint; iterables must be as long in "
-        "every process."
+        "again, which an iterable does not allow. Resume from a checkpoint; iterables must have "
+        "the same length in every process."
     )

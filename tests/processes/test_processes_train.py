@@ -291,14 +291,14 @@ def test_plans_that_differ_are_an_error_everywhere(said):
     for process in said:
         assert re.match(
             "RuntimeError: train: all processes must plan the same windows, but process 1 has "
-            r"another plan for its window than process 0: here window 3 has counts \(.*\)\. Loops",
+            r"a different plan for its window from process 0: here window 3 has counts \(.*\)\. ",
             process["planned_apart"],
         )
 
 
 SAME = "must be the same in all processes, got {} in process 1 and {} in 0."
 # of arrays, which a message cannot show
-APART = "must be the same in all processes, got something else in process 1 than in 0."
+APART = "must be the same in all processes, got different values in processes 1 and 0."
 DEVICES = "['cpu:0', 'cpu:1', 'cpu:2048']"
 HOST = "HostExchange(timeout={}, run_ahead=False, max_overshoot=None, max_batch_diff=None)"
 ERRORS = {
@@ -328,8 +328,8 @@ ERRORS = {
     "merge": f"ValueError: TrainStep.init: merge {SAME.format(['max'], ['mean'])}",
     "optimizer": f"ValueError: TrainStep.init: shapes of the optimizer's state {APART}",
     "metrics": f"ValueError: windows: metrics of loss_fn {SAME.format(['other'], ['own'])}",
-    "again": "RuntimeError: distributed.initialize: it must be called once, this process has "
-    "joined a job before.",
+    "again": "RuntimeError: distributed.initialize: it must be called once, but this process "
+    "has joined a job before.",
 }
 
 

@@ -82,7 +82,7 @@ def test_what_fails_in_one_process_is_an_error_in_all(job):
     assert first["writer"] == "OSError: the writer is broken"
     assert second["writer"] == f"RuntimeError: Trainer.fit: process 0 raised {first['writer']}"
     for name, want in {
-        "run_dir": "ValueError: Trainer.fit: run_dir must be a folder that can be made, got ",
+        "run_dir": "ValueError: Trainer.fit: run_dir must be a folder that can be created, got ",
         "must": f"ValueError: checkpoints: {folder}/new/checkpoints must hold a whole checkpoint",
     }.items():
         assert first[name] == second[name]

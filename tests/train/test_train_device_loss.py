@@ -141,7 +141,7 @@ def test_a_metric_of_that_name_is_refused():
     def loss(params, batch, rng):
         return plain_loss(params, batch, rng), {"device_loss": 0.0}
 
-    message = "aux must not use the name 'device_loss', every window reports it already with"
+    message = "aux must not use the name 'device_loss', which every window reports already with"
     train = elche.build_train_step(
         loss, STILL, devices=jax.devices("cpu")[:2], has_aux=True, device_loss=True
     )

@@ -186,11 +186,11 @@ HOST = elche.DDPConfig(exchange="host")
         ({"exchange": "host"}, TypeError, r"exchange must be a HostExchange or None, got 'host'"),
         (
             {"exchange": elche.HostExchange(), "config": HOST}, ValueError,
-            r"exchange must be left out where config says it \(exchange='host'\), got HostExch",
+            r"exchange must be left out where config sets it \(exchange='host'\), got HostExch",
         ),
         (
             {"verify_every": 2, "config": elche.DDPConfig(verify_every=3)}, ValueError,
-            r"verify_every must be left out where config says it \(3\), got 2\.",
+            r"verify_every must be left out where config sets it \(3\), got 2\.",
         ),
     ],
 )  # fmt: skip
@@ -346,7 +346,7 @@ def test_parameters_that_are_no_pytree():
     ],
 )
 def test_model_state_that_cannot_be_combined(leaf, got):
-    with pytest.raises(TypeError, match=rf"leaf \['m'\] is {got}\. Random keys: loss_fn gets"):
+    with pytest.raises(TypeError, match=rf"leaf \['m'\] is {got}\. For random numbers, use"):
         build().init(PARAMS, model_state={"m": leaf})
 
 

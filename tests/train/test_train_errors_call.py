@@ -64,7 +64,7 @@ def test_a_state_on_the_host():
         message = (
             r"on the devices .* got TrainState whose \.params\['w'\] is on the host, an array "
         )
-        message += r"of shape \(.*\. A whole state with an axis over devices: elche"
+        message += r"of shape \(.*\. To move a whole state with an axis over devices: elche"
         with pytest.raises(TypeError, match=message):
             train(state, window)
         train(elche.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices), window)
@@ -104,7 +104,7 @@ def test_a_learning_rate_that_is_not_on_every_device(value, error, got, world):
         rates = state.opt_state.hyperparams
         rates["learning_rate"] = value
         window = next(iterator)
-        message = got + r".* What you replace in it goes to every device: elche_jax\.replicate\("
+        message = got + r".* Put what you replace in it on every device: elche_jax\.replicate\("
         with pytest.raises(error, match=message):
             train(state, window)
         before = elche.unreplicate(state.params)["w"]
@@ -199,7 +199,7 @@ def test_a_stored_state_of_another_total(kind):
     train, other = build(cadence=kind(8)), build(cadence=kind(12))
     with pytest.raises(
         ValueError,
-        match=rf"{kind.__name__}\.check_state: state must share out 8 micro.* got 12\. Beg",
+        match=rf"{kind.__name__}\.check_state: state must share out 8 micro.* got 12\. Start",
     ):
         train.cadence_state = other.cadence_state
     assert sum(train.counts) == 8

@@ -27,8 +27,8 @@ def test_copies_of_several_devices_are_no_model(argument):
     given = {"params": PARAMS, "model_state": None, argument: copies}
     with pytest.raises(
         ValueError,
-        match=rf"^TrainStep.init: {argument} must be one copy, got leaf \['w'\] with those of 2 "
-        r"devices\. Take one: elche_jax\.unreplicate\.$",
+        match=rf"^TrainStep.init: {argument} must be one copy, got leaf \['w'\] with the copies "
+        r"of 2 devices\. Take one with elche_jax\.unreplicate\.$",
     ):
         build().init(given["params"], model_state=given["model_state"])
 

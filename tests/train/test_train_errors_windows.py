@@ -13,7 +13,7 @@ import elche_jax as elche
 
 
 def test_windows_before_init():
-    with pytest.raises(RuntimeError, match=r"init must be called before"):
+    with pytest.raises(RuntimeError, match=r"init must be called first"):
         build().windows(DATA, 4)
 
 
@@ -35,7 +35,7 @@ class Nothing:
             {"x": np.ones((4, 3)), "y": np.ones(5)}, 2, ValueError,
             r"same number of examples, got \{\"\['x'\]\": 4, \"\['y'\]\": 5\}",
         ),
-        ({"x": np.float32(1)}, 2, ValueError, r"leading axis of examples, leaf \['x'\] is a scal"),
+        ({"x": np.float32(1)}, 2, ValueError, r"leading axis of examples, but leaf \['x'\] is a s"),
         ([1, 2, 3], 2, TypeError, r"got a list with leaves of type int"),
         (7, 2, TypeError, r"map-style dataset .* got int"),
         (DATA, 0, ValueError, r"batch_size must be at least 1, got 0"),
@@ -44,24 +44,24 @@ class Nothing:
         (DATA, 21, ValueError, r"at most the number of examples \(20\) with drop_last=True, got 2"),
         (
             {"x": np.array(["a"] * 20)}, 4, TypeError,
-            r"array of numbers, leaf \['x'\] is of dtype <U1\. Encode it first",
+            r"array of numbers, but leaf \['x'\] is of dtype <U1\. Encode it first",
         ),
         (np.array([None] * 20), 4, TypeError, r"leaf data is of dtype object"),
         (np.zeros(20, "m8[s]"), 4, TypeError, r"leaf data is of dtype timedelta64\[s\]\. Encode"),
         (np.zeros(20, np.longdouble), 4, TypeError, r"leaf data is of dtype float128\. Encode"),
         (
             {"x": np.ones((20, 3), ">f4")}, 4, TypeError,
-            r"machine's byte order, leaf \['x'\] is of dtype >f4\. Convert it",
+            r"machine's byte order, but leaf \['x'\] is of dtype >f4\. Convert it",
         ),
         ([DATA, DATA], None, TypeError, r"got None \(NoneType\)\. A list is a pytree; .* iter"),
         (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
         (
             {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
-            r"data: integers must fit int32, which JAX makes of int64, got 2147483648\. Encode",
+            r"data: integers must fit int32, to which JAX converts int64, got 2147483648\. Encode",
         ),
         (Nothing(), 4, ValueError, r"data: every example must hold at least one array, got None"),
-        (iter([{}]), None, ValueError, r"leading axis, microbatch 0 has shapes \{\}"),
-        (iter([]), None, ValueError, r"at least one microbatch, the iterator is empty"),
+        (iter([{}]), None, ValueError, r"leading axis, but microbatch 0 has shapes \{\}"),
+        (iter([]), None, ValueError, r"at least one microbatch, but the iterator is empty"),
     ],
 )  # fmt: skip
 def test_data(data, batch_size, error, message):
@@ -117,7 +117,7 @@ def test_a_cursor_of_data_that_were_read_otherwise(changed, message, stored):
         cursor = elche.Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
     asked = {"batch_size": 4, "seed": 3, "epochs": 2, "cursor": cursor}
     with pytest.raises(
-        ValueError, match=rf"^windows: {message}\. Read otherwise, the cursor is another place"
+        ValueError, match=rf"^windows: {message}\. Keep that value, or start without the cursor"
     ):
         windows(**asked | changed)
     windows(**asked).close()
@@ -128,7 +128,7 @@ def test_a_cursor_of_data_that_were_read_otherwise(changed, message, stored):
 def test_a_cursor_of_data_that_were_not_shuffled():
     cursor = place(shuffle=False)
     windows(batch_size=4, seed=9, shuffle=False, epochs=2, cursor=cursor).close()
-    with pytest.raises(ValueError, match=r"^windows: shuffle .* \(False\), got True\. Read other"):
+    with pytest.raises(ValueError, match=r"^windows: shuffle .* \(False\), got True\. Pass that"):
         windows(batch_size=4, seed=3, epochs=2, cursor=cursor)
 
 
@@ -218,7 +218,7 @@ AVERAGED = {"cosine", "distance", "exchange_bytes", "share", "update_norm", "wor
 def test_metrics_named_like_those_of_averaging(name):
     loss = returns(lambda params, batch: (jnp.float32(1), {name: 1.0}))
     windows(loss, build_options={"has_aux": True}).close()  # the mean gradient reports none
-    message = f"aux must not use the name '{name}', every window reports it already where param"
+    message = f"aux must not use the name '{name}', which every window reports already where pa"
     with pytest.raises(TypeError, match=f"^loss_fn: {message}"):
         windows(loss, build_options={"has_aux": True, "averaging": elche.ParameterAveraging()})
 
@@ -255,18 +255,18 @@ def test_model_state(value, has_aux, message):
 def test_arrays_with_a_mask():
     masked = np.ma.masked_array(PARAMS["w"], mask=[True, False, True])
     with pytest.raises(
-        TypeError, match=r"^data: every leaf must be a plain array, leaf \['x'\] is"
+        TypeError, match=r"^data: every leaf must be a plain array, but leaf \['x'\] is"
     ):
         windows(data={"x": np.ma.masked_array(DATA["x"])})
     for argument in ("params", "model_state"):
         given = {"params": PARAMS} | {argument: {"w": masked}}
         with pytest.raises(
             TypeError,
-            match=rf"^TrainStep\.init: {argument}: every leaf must be a plain array, leaf",
+            match=rf"^TrainStep\.init: {argument}: every leaf must be a plain array, but",
         ):
             build().init(**given)
     with pytest.raises(
-        TypeError, match=r"^predict: params: every leaf must be a plain array, leaf "
+        TypeError, match=r"^predict: params: every leaf must be a plain array, but leaf "
     ):
         elche.predict(lambda params, batch: batch["x"], {"w": masked}, DATA, 4)
 

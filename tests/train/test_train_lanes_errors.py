@@ -296,7 +296,7 @@ def test_a_state_of_fewer_devices(mixed):
 
 def test_a_stacked_array_is_no_parameter(mixed):
     train = build(mixed)
-    with pytest.raises(ValueError, match=r"must be one copy, got leaf \['w'\] with those of 3 dev"):
+    with pytest.raises(ValueError, match=r"must be one copy, got leaf \['w'\] with the copies of"):
         train.init(elche.replicate(PARAMS, mixed))
 
 

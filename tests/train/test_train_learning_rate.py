@@ -201,7 +201,7 @@ def test_wrappers_that_hand_the_work_on(name):
 @pytest.mark.parametrize("name", FORGET)
 def test_wrappers_that_do_not(name):
     params = optax.LookaheadParams(PARAMS, PARAMS) if name == "lookahead" else PARAMS
-    with pytest.raises(TypeError, match=r"must be given microbatches=, .* a wrapper round the opt"):
+    with pytest.raises(TypeError, match=r"must be given microbatches=, .* a wrapper around the op"):
         once(FORGET[name], params)
 
 
@@ -339,8 +339,8 @@ def test_arguments_without_a_schedule_are_noticed(caplog):
 def test_a_factory_that_does_not_name_its_arguments(factory):
     with pytest.raises(
         TypeError,
-        match=r"^schedule_by_work: factory must name all its arguments, got one of \(\*+rates\)\. "
-        r"Wrap it: lambda learning_rate: factory\(learning_rate=learning_rate\)\.$",
+        match=r"^schedule_by_work: factory must name all its arguments, got one that takes "
+        r"\(\*+rates\)\. Wrap it: lambda learning_rate: factory\(learning_rate=learning_rate\)\.$",
     ):
         schedule_by_work(factory)
 
@@ -353,7 +353,7 @@ def test_an_update_without_the_work(unit):
         TypeError,
         match=rf"schedule_by_work: the optimizer's update must be given {unit}=, the work done so "
         r"far, got no extra argument\. elche_jax's training step gives it, but not to the outer "
-        r"optimizer of DiLoCo; a wrapper round the optimizer must hand it on\.$",
+        r"optimizer of DiLoCo; a wrapper around the optimizer must pass it on\.$",
     ):
         sgd.update(ONES, opt_state, PARAMS)
     with pytest.raises(TypeError, match=rf"given {unit}=, .* got grad, value\. elche_jax's"):
@@ -367,8 +367,8 @@ def test_a_function_that_is_no_schedule(mask):
     adamw = schedule_by_work(optax.adamw)(COSINE, mask=mask)
     with pytest.raises(
         TypeError,
-        match=r"schedule_by_work: the schedule mask must return one number, got .*\. If it is no "
-        r"schedule, name it in static_args\.",
+        match=r"schedule_by_work: the schedule mask must return one number, got .*\. If it is "
+        r"not a schedule, name it in static_args\.",
     ):
         adamw.init(PARAMS)
 
@@ -391,7 +391,7 @@ def test_static_arguments_are_left_alone():
         (
             (optax.adamw(1e-3),), TypeError,
             r"schedule_by_work: factory must be a function that makes an optimizer, got Gradient"
-            r"TransformationExtraArgs\. Pass optax\.adamw, say, and its arguments to what comes",
+            r"TransformationExtraArgs\. Pass optax\.adamw, say, and its arguments to the func",
         ),
         (
             (optax.sgd, "updates"), ValueError,
@@ -529,7 +529,7 @@ def test_scaling_what_is_no_optimizer(optimizer):
 
 
 def test_scaling_multi_steps():
-    with pytest.raises(TypeError, match=r"got MultiSteps\. An object like .* goes in as optax\."):
+    with pytest.raises(TypeError, match=r"got MultiSteps\. Pass an object like .* as optax\."):
         scale_learning_rate(MULTI, 2)
     tx = scale_learning_rate(optax.GradientTransformationExtraArgs(MULTI.init, MULTI.update), 2)
     assert rate_in(once(tx)[1]) == 0.0

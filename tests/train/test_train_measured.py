@@ -45,7 +45,7 @@ def test_hint_for_unequal_devices_of_one_kind(caplog):
         for window in train.windows(data(), 2, epochs=2):
             state, _ = train(state, window)
     assert train.counts == (1, 1)
-    hints = [r.getMessage() for r in caplog.records if "unequally fast" in r.getMessage()]
+    hints = [r.getMessage() for r in caplog.records if "differ in speed" in r.getMessage()]
     assert len(hints) == 1 and "ElChe" in hints[0]
 
 
@@ -63,7 +63,7 @@ def test_no_hint_where_the_user_chose(caplog):
     state = train.init(PARAMS)
     for window in train.windows(data(), 2):
         state, _ = train(state, window)
-    assert not [r for r in caplog.records if "unequally fast" in r.getMessage()]
+    assert not [r for r in caplog.records if "differ in speed" in r.getMessage()]
 
 
 def test_policy_auto():

@@ -211,7 +211,7 @@ def test_a_window_without_the_digits_that_the_state_has():
     with jax.enable_x64(True):
         train.init({"w": np.zeros(3), "wide": np.zeros(2)})
     message = (
-        r"^TrainStep.windows: state must have a dtype that JAX has on, got float64 in leaf "
+        r"^TrainStep.windows: state must have a dtype that JAX has enabled, got float64 in leaf "
         r"\.params\['w'\]\. Train with jax_enable_x64 as it was at TrainStep\.init\.$"
     )
     with pytest.raises(ValueError, match=message):
@@ -472,7 +472,7 @@ def test_a_metric_of_the_scales_name():
         devices=jax.devices()[:2], loss_scale=DynamicScale(), has_aux=True,
     )  # fmt: skip
     train.init({"w": np.ones((), "f")})
-    with pytest.raises(TypeError, match="aux must not use the name 'loss_scale', every window"):
+    with pytest.raises(TypeError, match="aux must not use the name 'loss_scale', which every"):
         train.windows({"x": np.ones(8, "f")}, 2)
 
 

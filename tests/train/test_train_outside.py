@@ -10,7 +10,7 @@ from small import PARAMS, build, data
 import elche_jax as elche
 
 INSIDE = r": must be called outside of jit, vmap, grad and the like, got a call inside\. It compi"
-OFF = r": jax_disable_jit must be off, as windows are compiled programs, got it on\. To look into "
+OFF = r": jax_disable_jit must be off, as windows are compiled programs, but it is on\. To look "
 X = np.ones(2, "float32")
 
 
@@ -56,7 +56,7 @@ def test_without_the_compiler():
 @pytest.mark.parametrize("name", ["debug_nans", "debug_infs"])
 def test_with_checks_of_every_program(name):
     """They would see metrics that are not known yet, and windows that are dropped on purpose."""
-    message = rf": jax_{name} must be off, as programs may return such values .* got it on\. "
+    message = rf": jax_{name} must be off, as programs may return such values .* but it is on\. "
     message += rf"NonFiniteError names the microbatches; .* under jax\.{name}\(True\)\.$"
     for entry, call in calls().items():
         with getattr(jax, name)(True):

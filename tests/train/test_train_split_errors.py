@@ -55,8 +55,8 @@ def test_bad_splits(split, error, message):
 
 def test_a_size_that_has_no_such_parts():
     message = (
-        "windows: batch_size must be a multiple of 4, the parts that cpu runs (microbatch_split), "
-        "got 6."
+        "windows: batch_size must be a multiple of 4, the number of parts on cpu "
+        "(microbatch_split), got 6."
     )
     refused(message, scalar, batch=6)
 
@@ -67,7 +67,7 @@ def test_batch_norm():
         return scalar(params, batch, rng), {"seen": model_state["seen"], "mean": mean}
 
     message = (
-        "windows: loss_fn must return model_state as it got it under microbatch_split, got another "
+        "windows: loss_fn must return model_state unchanged under microbatch_split, got another "
         "value of leaf ['mean']. Statistics of parts (BatchNorm) are not those of the microbatch. "
     ) + INSTEAD
     refused(message, loss, model_state={"seen": np.float32(0), "mean": np.zeros(3, "float32")})

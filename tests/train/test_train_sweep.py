@@ -183,7 +183,7 @@ def test_what_is_not_callable():
         (examples(0), 4, {}, ValueError, r"data must hold at least one example, got 0\.$"),
         (
             iter(()), None, {}, ValueError,
-            r"data must hold at least one microbatch, the iterator is empty\.$",
+            r"data must hold at least one microbatch, but the iterator is empty\.$",
         ),
     ],
 )  # fmt: skip

@@ -212,7 +212,7 @@ def test_choices_that_do_not_fit_sequences(trainable, message):
 
 
 def test_a_frozen_leaf_that_is_no_array():
-    with pytest.raises(TypeError, match=r"must be an array, frozen leaf \['n'\] is a float"):
+    with pytest.raises(TypeError, match=r"must be an array, but frozen leaf \['n'\] is a f"):
         elche.build_train_step(loss_fn, optax.sgd(0.1), trainable={"n": False, "w": True}).init(
             {"n": 2.0, "w": np.ones(2)}
         )

@@ -48,7 +48,7 @@ def one():
             {"checkpoints": elche.Checkpoints()}, ValueError,
             r"^Trainer\.fit: checkpoints must have a folder if there is no run_dir, got None",
         ),
-        ({"nonsense": 1}, TypeError, r"^Trainer\.fit: nonsense is no argument; there are model"),
+        ({"nonsense": 1}, TypeError, r"^Trainer\.fit: nonsense is not an argument; there are m"),
         (
             {"log_every": 3}, ValueError,
             r"^Trainer\.fit: log_every must be None without writers and run_dir, got 3\. There is",
@@ -131,7 +131,7 @@ def test_a_metric_named_like_one_of_epochs(name):
         return loss_fn(params, batch, rng)[0], {name: 1.0}
 
     one = trainer(loss=loss)
-    message = f"^loss_fn: aux must not use the name '{name}', every epoch of Trainer reports it al"
+    message = f"^loss_fn: aux must not use the name '{name}', which every epoch of Trainer rep"
     with pytest.raises(TypeError, match=message):
         one.fit(PARAMS, DATA, 8, 1, progress=False)
 
@@ -145,7 +145,7 @@ def test_a_metric_named_like_one_of_the_evaluation():
     def loss(params, batch, rng):
         return loss_fn(params, batch, rng)[0], {"eval_error": 1.0}
 
-    message = r"^metric_fn: metrics must not use the name 'error', the loss reports 'eval_error' al"
+    message = r"^metric_fn: metrics must not use the name 'error', as the loss reports 'eval_er"
     with pytest.raises(ValueError, match=message):
         trainer(1, loss).fit(PARAMS, DATA, 8, 1, evaluation=EVALUATION, progress=False)
 

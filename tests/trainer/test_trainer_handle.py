@@ -78,7 +78,7 @@ def test_one_run_at_a_time():
     assert gate.there.wait(60)
     for begin in (one.fit, one.start):
         with pytest.raises(
-            RuntimeError, match=r"^Trainer\.fit: a trainer must do one run at a time, this one is"
+            RuntimeError, match=r"^Trainer\.fit: a trainer must do one run at a time, but this"
         ):
             begin(PARAMS, DATA, 8, 1)
     gate.open.set()

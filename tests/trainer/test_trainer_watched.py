@@ -255,7 +255,7 @@ def test_the_last_checkpoint_that_fails_costs_no_result(tmp_path, monkeypatch):
 
 def test_two_runs_in_one_folder(tmp_path):
     saving = elche.Checkpoints(tmp_path)
-    text = r"must be used by one run at a time, but another one \(process \d+\)"
+    text = r"must be used by one run at a time, but another one \(process \d+, or a fork of it\)"
     with elche.Checkpointer(trainer().train, saving):
         writing = tmp_path / "7.orbax-checkpoint-tmp"
         writing.mkdir()
