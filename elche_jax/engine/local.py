@@ -97,7 +97,7 @@ class LocalRule(Rule):
 
         def body(i: Any, local: LocalSteps) -> LocalSteps:
             own = gradient(i, local.trained, local.model_state)
-            grads = clip(own.grads, self.max_grad_norm)
+            grads = clip(own.grads, self.max_grad_norm, jnp.float32(1))
             # the state before the window, as within it a device does not know the others' work
             updates, opt_state = self.update(state, grads, local.opt_state, local.trained, own.loss)
             trained = optax.apply_updates(local.trained, updates)

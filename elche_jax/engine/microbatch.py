@@ -229,7 +229,7 @@ def _worked(made: Terms, model_state: PyTree) -> Terms:
     return made.replace(grads=grads, model_state=new_state)
 
 
-def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
+def clip(grads: PyTree, max_norm: float | None, weight: Any) -> PyTree:
     """Scale `grads` so that the global norm of `grads / weight` is at most `max_norm`."""
     if max_norm is None:
         return grads

@@ -152,6 +152,34 @@ def test_clipping_per_device_and_of_the_combined_gradient():
     assert np.linalg.norm(before) < 0.9 < 0.999 < np.linalg.norm(after)
 
 
+@pytest.mark.parametrize("exchange", ["auto", "host"])
+def test_every_local_step_is_clipped(exchange):
+    """Each device's own steps in NumPy float64, and their average by the number of steps."""
+    train = elche.build_train_step(
+        linear_loss, optax.sgd(0.1), devices=jax.devices()[:2], cadence=Script([(3, 5)]),
+        averaging=elche.ParameterAveraging(), max_grad_norm=1.0,
+        exchange=elche.HostExchange() if exchange == "host" else None,
+    )  # fmt: skip
+    state = train.init({"w": np.zeros(3, "f")})
+    data = {"x": X.astype("f"), "y": Y.astype("f")}
+    for window in train.windows(data, 8, shuffle=False):
+        state, _ = train(state, window)
+    ends, free = [], []
+    for first, steps in ((0, 3), (24, 5)):
+        w, largest = np.zeros(3), 0.0
+        for start in range(first, first + 8 * steps, 8):
+            x, y = X[start : start + 8], Y[start : start + 8]
+            grad = 2 * x.T @ (x @ w - y) / 8
+            largest = max(largest, np.linalg.norm(grad))
+            w = w - 0.1 * clipped(grad, 1.0)
+        ends.append(w)
+        free.append(largest)
+    want = (3 * ends[0] + 5 * ends[1]) / 8
+    got = np.asarray(elche.unreplicate(state.params)["w"])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert min(free) > 1.0  # both had something to clip
+
+
 WIDE = 800  # columns of three numbers: more than 8 KiB
 
 
