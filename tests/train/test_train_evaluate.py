@@ -251,6 +251,21 @@ def test_a_function_that_has_changed_since_the_last_call():
     assert evaluate.report().compile_misses == misses
 
 
+def test_an_array_of_the_function_that_was_donated_since():
+    """As a teacher's parameters, which a jitted average updates in place."""
+    update = jax.jit(lambda teacher: {"at": teacher["at"] * 2}, donate_argnums=0)
+    teacher, data = {"at": jnp.full((), 0.5)}, examples(24)
+
+    def above(params, batch):
+        return {"above": batch["x"] > teacher["at"]}
+
+    evaluate = build(metric=above)
+    for at in (0.5, 1.0):
+        assert evaluate(PARAMS, data, 4) == {"above": (data["x"] > at).mean()}
+        before, teacher = teacher, update(teacher)
+        assert before["at"].is_deleted()
+
+
 def test_weights_too_small_for_a_mean_say_so():
     def tiny(params, batch):
         return {
