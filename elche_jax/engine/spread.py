@@ -30,7 +30,9 @@ def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
         >>> spread("trainable", "params", {"a": True, "b": False}, {"a": 0, "b": (1, 2)})
         [True, False, False]
     """
-    if callable(values):
+    # a tree of a class with `__call__`, as models in Equinox are, is no function
+    is_tree = not jax.tree_util.all_leaves([values])
+    if callable(values) and (not is_tree or isinstance(values, jax.tree_util.Partial)):
         check.takes(f"TrainStep.init: {argument}", values, ("path", "leaf"))
         return [values(name, leaf) for name, leaf in named(tree, of)]
     try:

@@ -1,6 +1,8 @@
 """Frozen parameters: bit for bit the same, without gradient, sums, state or exchange."""
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,32 @@ FORMS = {
     "every leaf": {"body": {"w": False, "b": np.False_}, "head": True},
     "function": lambda path, leaf: "head" in path,
 }
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Callable:
+    """Parameters whose class can be called, as a model in Equinox."""
+
+    body: Any
+    head: Any
+
+    def __call__(self, path, leaf):
+        raise AssertionError("a tree is not called")
+
+
+def test_a_tree_that_can_be_called_is_a_tree():
+    train = elche.build_train_step(
+        lambda params, batch, rng: ((batch["x"] @ params.body).sum(-1) * params.head).mean(),
+        optax.sgd(0.1), devices=jax.devices()[:2], trainable=Callable(False, True),
+    )  # fmt: skip
+    params = Callable(np.ones((8, 2), "f"), np.ones((), "f"))
+    state, like = train.init(params), params.body
+    for window in train.windows({"x": DATA["x"]}, 8):
+        state, _ = train(state, window)
+    trained = elche.unreplicate(state.params)
+    np.testing.assert_array_equal(trained.body, like)
+    assert trained.head != 1
 
 
 @cache
