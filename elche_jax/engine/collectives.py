@@ -44,6 +44,7 @@ def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(sums, axis_name="devices")(values, counts).tolist()
         [7.0, 7.0, 7.0]
     """
+    tree = jax.tree.map(jnp.asarray, tree)
     weighted, _ = weighted_terms("weighted_psum", tree, weight)
     summed = packed_psum(weighted, axis_name)
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), summed, tree)
@@ -76,6 +77,7 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(mean, axis_name="devices")(jnp.array([1.0, 4.0]), jnp.array([2, 1])).tolist()
         [2.0, 2.0]
     """
+    tree = jax.tree.map(jnp.asarray, tree)
     summed, total = packed_psum(weighted_terms("weighted_mean", tree, weight), axis_name)
     return jax.tree.map(lambda s, x: (s / total.astype(s.dtype)).astype(x.dtype), summed, tree)
 
@@ -119,7 +121,6 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
     weight = jnp.where(weight < 0, jnp.nan, weight)
 
     def times(path: Any, leaf: Any) -> Any:
-        leaf = jnp.asarray(leaf)
         if not is_float(leaf):
             raise TypeError(
                 f"{where}: every leaf must be a float array, but leaf "

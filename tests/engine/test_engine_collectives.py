@@ -134,6 +134,14 @@ EVERY_DTYPE = [
 ]
 
 
+def test_a_number_of_python_is_a_leaf():
+    def both(weight):
+        return sums_and_means({"c": 2.0}, weight), broadcast_from({"c": 2.0}, 1, AXIS)
+
+    (sums, means), sent = mapped(both, jnp.array([1.0, 3.0]))
+    assert [tree["c"].tolist() for tree in (sums, means, sent)] == [[8.0] * 2, [2.0] * 2, [2.0] * 2]
+
+
 @pytest.mark.parametrize("source", [0, 1])
 def test_broadcast_keeps_every_bit(source):
     sent = [jnp.asarray(rows) for rows in EVERY_DTYPE]
