@@ -138,7 +138,7 @@ class Checkpointer:
             return False
 
     def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Cursor | None]:
-        """Restore the newest intact checkpoint.
+        """Restore the newest intact checkpoint, after waiting for one that is still being written.
 
         Damaged checkpoints are renamed and logged. The number of devices may differ: replicated
         leaves are copied, leaves that differ between devices are averaged, and the cadence starts
@@ -164,6 +164,7 @@ class Checkpointer:
     ) -> tuple[TrainState, Cursor | None, Mapping[str, Any]]:
         """Restore like `restore`, and also return the saved notes."""
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
+        self.wait()  # the thread may be writing the newest one, or removing the one to be read
         with _progress.phase("restore"):
             saved = read_by_first(self._job, lambda: self._newest(resume))
             if saved is None:
@@ -212,7 +213,8 @@ class Checkpointer:
     def best(self, state: TrainState) -> TrainState:
         """Return the state of the checkpoint with the best score, see `Checkpoints.keep_best`.
 
-        Use it for inference, not to train further: cadence and cursor are not restored.
+        Waits for a checkpoint that is still being written. Use the state for inference, not to
+        train further: cadence and cursor are not restored.
 
         Args:
             state: The state from `init`.
@@ -232,6 +234,7 @@ class Checkpointer:
                 )
             return store.read(store.ranked[0])
 
+        self.wait()  # as in `restore_all`
         with _progress.phase("restore"):
             saved = read_by_first(self._job, read)
             assert saved is not None

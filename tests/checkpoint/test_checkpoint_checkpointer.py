@@ -19,6 +19,7 @@ from marks import slow
 from resumed import EVERY, GRADIENTS, PLAIN, Case, content, data, plain_loss, raw, run, steps
 
 import elche_jax as elche
+from elche_jax._threads import BackgroundThread
 from elche_jax.checkpoint.store import Store
 from elche_jax.train.in_flight import Run
 from elche_jax.train.wishes import Wishes
@@ -524,6 +525,28 @@ def test_what_was_begun_is_written_when_the_loop_raises(error, train, tmp_path, 
                 raise error
     assert steps(tmp_path) == [3] and saver.written == 3
     assert not [t for t in threading.enumerate() if t.name == "elche-checkpoint"]
+
+
+@pytest.mark.parametrize("read", ["restore", "best"])
+def test_what_is_being_written_is_waited_for(read, train, windows8, tmp_path, monkeypatch):
+    """Not only is it the newest one: an older one may be removed while it is read."""
+    held, wait = Held(monkeypatch), BackgroundThread.wait
+
+    def let_go(thread, seconds=None):
+        held.go.set()
+        return wait(thread, seconds)
+
+    monkeypatch.setattr(BackgroundThread, "wait", let_go)
+    state, windows = windows8
+    with saver_in(train, tmp_path, keep_last=1, keep_best=1) as saver:
+        assert saver.save(state, windows[2], score=0.5)
+        assert held.reached.wait(60) and saver.written is None
+        if read == "best":
+            found = saver.best(CASE.init(train))
+        else:
+            found, cursor = saver.restore(CASE.init(train))
+            assert cursor == windows[2].cursor
+        assert content(found) == content(state) and saver.written == 3
 
 
 @pytest.mark.parametrize("world", [1, 4])
