@@ -104,6 +104,7 @@ class Checkpointer:
         self._shared: BaseException | None = None  # the same, once all processes know it
         self._closed = False
         self._step: int | None = None
+        self._run: int | None = None  # that `_step` belongs to, see `TrainStep.runs`
         self._last = time.monotonic()
         self._stack = ExitStack()  # what `close` undoes
         self._created: list[Path] = []
@@ -171,7 +172,7 @@ class Checkpointer:
                 return state, None, {}
             notes, state = saved.notes, state_of(saved, self._train, state, self._folder)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
-        self._step = saved.step
+        self._step, self._run = saved.step, self._train.runs
         logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
         return state, Cursor.from_dict(notes["cursor"]), notes["notes"]
 
@@ -305,8 +306,8 @@ class Checkpointer:
             NonFiniteError, ReplicaMismatch: Raised by a window in flight.
             TypeError: `window` is not a window.
             ValueError: The folder already has a checkpoint of this window or a later one, because
-                `restore` was not called, or something else has its name; or another window was
-                trained since.
+                `restore` was not called, or `init` has begun another run since; or something else
+                has its name; or another window was trained since.
         """
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
         due = self.due(window)
@@ -315,7 +316,9 @@ class Checkpointer:
             todo = "Save before the next window is trained."
             raise ValueError(check.message("Checkpointer.save", "window", rule, window.index, todo))
         step = window.index + 1
-        if not self._opened or not (force or due) or self._step == step:
+        # another run's window of this number is not what was saved: `_check_free` rejects it
+        saved = self._step == step and self._run == self._train.runs
+        if not self._opened or not (force or due) or saved:
             return False
         again = "again" in pipeline.wishes.agreed
         if not again:
@@ -331,7 +334,7 @@ class Checkpointer:
                 after = max(self._store.steps, default=-1)
                 self._memory.keep(step, after, content)
             self._wait_or_raise()
-        self._step, self._last = step, time.monotonic()
+        self._step, self._run, self._last = step, self._train.runs, time.monotonic()
         for wish in ("save", "wrote", "lost"):  # of the previous checkpoint, which all know about
             pipeline.wishes.clear(wish)
         if self._store is not None:  # only the first process writes

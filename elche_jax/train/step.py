@@ -50,6 +50,7 @@ class TrainStep(Scheduled):
     Attributes:
         devices: The devices of the job, in rank order.
         fleet: The devices of this process, in lanes.
+        runs: Number of runs begun by `init`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class TrainStep(Scheduled):
         cadence: Cadence[Any],
         options: Options,
     ):
-        self.fleet, self.devices = fleet, fleet.job.devices
+        self.fleet, self.devices, self.runs = fleet, fleet.job.devices, 0
         devices = self.devices
         self._optimizer, self._options, self._calls = optimizer, options, Calls(fleet.job)
         rest = rest_of(fleet, cadence)
@@ -173,6 +174,7 @@ class TrainStep(Scheduled):
             self._divergence = divergence_reader(self._options, self.devices)
             self._average = None
             self._scheduler.restart()
+            self.runs += 1
             return state
 
     def windows(

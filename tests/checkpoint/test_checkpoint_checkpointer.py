@@ -120,6 +120,24 @@ def test_by_force_and_never_twice(train, windows8, tmp_path):
         assert not saver.save(state, windows[1], force=True)  # it is what was taken up
 
 
+def test_another_run_is_not_taken_for_the_one_that_was_saved(train, tmp_path):
+    """Its last window has the same number, so nothing would show that it is not on disk."""
+    with saver_in(train, tmp_path, every_windows=None) as saver:
+        for saved in False, True:
+            state = CASE.init(train)
+            for window in train.windows(TINY, 2):
+                state, _ = train(state, window)
+            if not saved:
+                assert saver.save(state, window, force=True)
+                assert not saver.save(state, window, force=True)
+        with pytest.raises(
+            ValueError,
+            match=r"must hold no checkpoint of a later window than the one to be saved \(8\), got "
+            r"one after 8\. Call restore before the loop",
+        ):
+            saver.save(state, window, force=True)
+
+
 def test_a_folder_that_has_later_ones(train, windows8, tmp_path):
     """A new run would fall behind those of the old one, and be the first to be deleted."""
     state, windows = windows8
