@@ -156,7 +156,7 @@ class Checkpointer:
         Raises:
             ValueError: The checkpoint is of a different model or optimizer (the message names the
                 first leaf that differs) or has a different format version, or `resume` does not
-                allow what is in the folder.
+                allow what is in the folder; or `close` was called.
         """
         return self.restore_all(state, resume)[:2]
 
@@ -164,6 +164,7 @@ class Checkpointer:
         self, state: TrainState, resume: str = "auto"
     ) -> tuple[TrainState, Cursor | None, Mapping[str, Any]]:
         """Restore like `restore`, and also return the saved notes."""
+        self._check_open("Checkpointer.restore")
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
         self.wait()  # the thread may be writing the newest one, or removing the one to be read
         with _progress.phase("restore"):
@@ -249,7 +250,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: As in `save`.
+            ValueError: `close` was called.
         """
+        self._check_open("Checkpointer.due")
         wishes = self._train.pipeline_of(window, "Checkpointer.due").wishes
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
         if _progress.asked() and time.monotonic() >= self._not_again_before:
@@ -307,8 +310,9 @@ class Checkpointer:
             TypeError: `window` is not a window.
             ValueError: The folder already has a checkpoint of this window or a later one, because
                 `restore` was not called, or `init` has begun another run since; or something else
-                has its name; or another window was trained since.
+                has its name; or another window was trained since; or `close` was called.
         """
+        self._check_open("Checkpointer.save")
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
         due = self.due(window)
         if pipeline.trained != window.index:
@@ -351,6 +355,14 @@ class Checkpointer:
                 AGAIN_S,
             )
         return True
+
+    def _check_open(self, where: str) -> None:
+        """Check that the folder is still locked, and that `close` will raise what fails."""
+        if self._closed:
+            todo = "Call it before close, or inside the with block."
+            raise ValueError(
+                check.message(where, "the checkpointer", "be open", "a closed one", todo)
+            )
 
     def _wait_or_raise(self) -> None:
         """Wait for the checkpoint being written, if any, then `check`."""

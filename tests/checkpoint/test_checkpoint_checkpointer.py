@@ -655,6 +655,26 @@ def test_a_window_of_another_training_step(train, tmp_path):
             saver.save(state, window)
 
 
+@pytest.mark.parametrize("name", ["restore", "due", "save"])
+def test_one_that_is_closed(name, train, windows8, tmp_path):
+    """Another one may have opened the folder, and nobody would hear of a write that fails."""
+    state, windows = windows8
+    saver = saver_in(train, tmp_path)
+    saver.close()
+    calls = {
+        "restore": lambda: saver.restore(state),
+        "due": lambda: saver.due(windows[2]),
+        "save": lambda: saver.save(state, windows[2], force=True),
+    }
+    with pytest.raises(
+        ValueError,
+        match=rf"^Checkpointer\.{name}: the checkpointer must be open, got a closed one\. Call it "
+        "before close, or inside the with block",
+    ):
+        calls[name]()
+    assert not steps(tmp_path)
+
+
 def test_a_forked_process_has_no_part_in_the_lock(train, tmp_path, monkeypatch):
     """It shares what its parent has opened, as if by a duplicate, for as long as it lives."""
     shared, flock = [], fcntl.flock
