@@ -307,10 +307,11 @@ class Checkpointer:
             RestartRequested: The job was asked to restart, and this checkpoint is on disk or kept
                 in memory.
             NonFiniteError, ReplicaMismatch: Raised by a window in flight.
-            TypeError: `window` is not a window.
+            TypeError: `window` is not a window, or `state` not a training state on the devices.
             ValueError: The folder already has a checkpoint of this window or a later one, because
                 `restore` was not called, or `init` has begun another run since; or something else
-                has its name; or another window was trained since; or `close` was called.
+                has its name; or another window was trained since; or a leaf of `state`
+                was donated, or it is of a different model; or `close` was called.
         """
         self._check_open("Checkpointer.save")
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
@@ -324,6 +325,7 @@ class Checkpointer:
         saved = self._step == step and self._run == self._train.runs
         if not self._opened or not (force or due) or saved:
             return False
+        self._train.check_state(state, "Checkpointer.save", pipeline.runner.state)
         again = "again" in pipeline.wishes.agreed
         if not again:
             self._wait_or_raise()  # one at a time, which bounds the memory for copies

@@ -193,6 +193,15 @@ REPLACED = "Put what you replace in it on every device: elche_jax.replicate(valu
 """How to set a learning rate in the state, for example."""
 
 
+def other_shapes(where: str, state: TrainState, like: TrainState) -> str:
+    """Return an error's message if a state has other shapes than it must; else an empty string."""
+    if not (differs := difference(shapes_of(state), like)):
+        return ""
+    rule = "have the shapes of the one that TrainStep.init made last"
+    todo = f"Was it made for another model or optimizer? {REPLACED}"
+    return check.message(where, "state", rule, f"another: {differs}", todo)
+
+
 def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseException) -> None:
     """Raise an error that explains why a window failed, if its state is to blame.
 
@@ -202,12 +211,8 @@ def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseExcept
         fleet: The devices of the training step.
         cause: The error.
     """
-    differs = difference(shapes_of(state), like)
-    if differs:
-        raise ValueError(
-            "train: state must have the shapes of the one that TrainStep.init made "
-            f"last, got another: {differs}. Was it made for another model or optimizer? {REPLACED}"
-        ) from cause
+    if text := other_shapes("train", state, like):
+        raise ValueError(text) from cause
     if isinstance(cause, Exception):
         _check_place(state, fleet, cause)
 

@@ -22,7 +22,7 @@ from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import check_same_data
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
-from elche_jax.train.initial import StateSpec, check_buffers, initial_state
+from elche_jax.train.initial import StateSpec, check_buffers, initial_state, other_shapes
 from elche_jax.train.live_scheduler import LiveScheduler, Scheduled
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
@@ -293,7 +293,7 @@ class TrainStep(Scheduled):
         """
         with self._calls("train"):
             pipeline = self.pipeline_of(window, "train")
-            self._check_state(state, "train")
+            self.check_state(state, "train")
             trained = pipeline.train(state, window)
             pipeline.check_emulation()
             return trained
@@ -336,7 +336,7 @@ class TrainStep(Scheduled):
         """
         with self._calls("TrainStep.whole"):
             pipeline = self.pipeline_of(window, "TrainStep.whole")
-            self._check_state(state, "TrainStep.whole")
+            self.check_state(state, "TrainStep.whole")
             return pipeline.train(state, None)[0]
 
     def average(self, state: TrainState) -> PyTree:
@@ -358,7 +358,7 @@ class TrainStep(Scheduled):
             ValueError: A leaf was donated to an earlier call.
         """
         with self._calls("TrainStep.average"):
-            self._check_state(state, "TrainStep.average")
+            self.check_state(state, "TrainStep.average")
             averaging = self._options.averaging
             if averaging is None or self._initial is None:
                 return unreplicate(state.params)
@@ -395,7 +395,17 @@ class TrainStep(Scheduled):
         """The recorder of the run, or None."""
         return self._options.timeline
 
-    def _check_state(self, state: TrainState, where: str) -> None:
+    def check_state(self, state: TrainState, where: str, like: TrainState | None = None) -> None:
+        """Check that a state is on the devices, and that its buffers were not donated.
+
+        Args:
+            state: The state.
+            where: The function the user called, for messages.
+            like: Shapes that it must have; None if a program will check them.
+
+        Raises:
+            TypeError, ValueError: As when the training step is called.
+        """
         check_buffers(state, where)
         size = self.fleet.world_size
         if state.step.shape != (size,):
@@ -404,6 +414,8 @@ class TrainStep(Scheduled):
                 f"training step, got leaves stacked as {state.step.shape}. Use init, or "
                 "replicate(state, train.devices)."
             )
+        if like is not None and (text := other_shapes(where, state, like)):
+            raise ValueError(text)
 
     def run_to_dict(self) -> dict[str, Any]:
         """Return all of the run but the state, as plain numbers; all processes must call it.

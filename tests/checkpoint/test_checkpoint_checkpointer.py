@@ -655,6 +655,32 @@ def test_a_window_of_another_training_step(train, tmp_path):
             saver.save(state, window)
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("donated", ValueError, r"be the one the last call returned, got leaf .* was given up"),
+        ("none", TypeError, r"be a TrainState on the devices .*, got NoneType"),
+        ("params", TypeError, r"be a TrainState on the devices .*, got dict"),
+        ("one copy", ValueError, r"be replicated over the 1 devices of this training step, got"),
+        ("another", ValueError,
+         r"have the shapes of the one that TrainStep\.init made last, got another: structure"),
+    ],
+)  # fmt: skip
+def test_a_state_that_cannot_be_saved(name, error, message, train, tmp_path):
+    """Said before anything is written: a state of another model was found out by `restore` only."""
+    state, found = CASE.init(train), {"none": None}
+    with train.windows(TINY, 2) as windows, saver_in(train, tmp_path) as saver:
+        window = next(windows)
+        found["donated"] = state
+        state, _ = train(state, window)
+        found |= {"params": state.params, "one copy": elche.unreplicate(state)}
+        found["another"] = state.replace(opt_state=())
+        with pytest.raises(error, match=rf"^Checkpointer\.save: state must {message}"):
+            saver.save(found[name], window, force=True)
+        assert not steps(tmp_path)
+        assert saver.save(state, window, force=True)
+
+
 @pytest.mark.parametrize("name", ["restore", "due", "save"])
 def test_one_that_is_closed(name, train, windows8, tmp_path):
     """Another one may have opened the folder, and nobody would hear of a write that fails."""
