@@ -8,6 +8,7 @@ conclusions.
 
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -24,6 +25,12 @@ MEMORY = "ELCHE_MEMORY"
 
 DESTINATION = "folder"
 """Name of the file, beside checkpoints in memory, that says where on disk they belong."""
+
+MANIFEST = "manifest"
+"""Name of a folder within each checkpoint: a numbered folder without it is not a checkpoint."""
+
+STEP = re.compile("0|[1-9][0-9]*")
+"""Name of a checkpoint: the number of windows trained."""
 
 TOLD = "told"
 """Name of the file, in the same folder, in which a launcher says what it did."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from elche_jax import _progress
 from elche_jax._log import logger
 from elche_jax.checkpoint.leaves import LeafSpec, decode, digest, encode
 from elche_jax.checkpoint.options import Checkpoints
@@ -29,7 +30,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 """Part of the name of an unfinished checkpoint, the same as in Orbax. Ours have the step before it
 and a number after it; Orbax itself may be writing others in this folder."""
 
-STATE, MANIFEST = "state", "manifest/metadata"
+STATE, MANIFEST = "state", f"{_progress.MANIFEST}/metadata"
 """Paths of the arrays and of their manifest within a checkpoint. A folder without the manifest's
 folder is not ours, whatever its name: it may be a class folder, a run named by its seed or a
 checkpoint of Orbax."""
@@ -310,7 +311,7 @@ def steps_in(folder: Path) -> list[int]:
         OSError: The folder, or one of its folders that may be a checkpoint, cannot be read.
     """
     names = os.listdir(folder)
-    steps = sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+    steps = sorted(int(name) for name in names if _progress.STEP.fullmatch(name))
     ours = [step for step in steps if _is_ours(folder / str(step))]
     if len(ours) < len(steps):
         others = ", ".join(str(step) for step in steps if step not in ours)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from elche_jax._progress import DESTINATION, MEMORY
+from elche_jax._progress import DESTINATION, MANIFEST, MEMORY, STEP
 
 IN_MEMORY = "/dev/shm"
 """Where Linux has a file system in memory."""
@@ -89,7 +89,9 @@ def remove_memory(folder: Path) -> None:
 
 
 def _newest(folder: Path) -> int:
-    return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=-1)
+    """Return the step of the newest checkpoint in a folder, -1 if none can be found."""
+    found = [path.parent.name for path in folder.glob(f"*/{MANIFEST}") if path.is_dir()]
+    return max((int(name) for name in found if STEP.fullmatch(name)), default=-1)
 
 
 def _say(text: str) -> None:

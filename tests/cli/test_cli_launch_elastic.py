@@ -124,7 +124,7 @@ def test_a_folder_in_memory_may_be_chosen(launched, tmp_path):
 
 KEEPS = """
 place = Path(os.environ["ELCHE_MEMORY"]) / "digest"
-(place / "7").mkdir(parents=True)
+(place / "7" / "manifest").mkdir(parents=True)
 (place / "folder").write_text("runs/saved")
 train()
 sys.exit(75)
@@ -133,7 +133,7 @@ sys.exit(75)
 
 def test_what_is_on_disk_is_removed_from_memory(launched, tmp_path):
     (tmp_path / "chosen").mkdir()
-    (tmp_path / "runs/saved/7").mkdir(parents=True)
+    (tmp_path / "runs/saved/7/manifest").mkdir(parents=True)
     options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
     with launched(KEEPS, *options, env={"ELCHE_MEMORY": str(tmp_path / "chosen")}) as process:
         code, _, said = outcome(process)
@@ -172,7 +172,9 @@ def test_a_pipe_in_place_of_the_number_file_is_not_waited_for(launched):
 
 
 def test_what_is_in_memory_only_is_not_removed(launched, tmp_path):
+    """A folder with a number that is not a checkpoint, such as one of a year, is not later."""
     (tmp_path / "chosen").mkdir()
+    (tmp_path / "runs/saved/2024").mkdir(parents=True)
     options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
     with launched(KEEPS, *options, env={"ELCHE_MEMORY": str(tmp_path / "chosen")}) as process:
         code, _, said = outcome(process)
@@ -218,7 +220,7 @@ def test_the_next_launcher_removes_what_nobody_uses_any_more(launched, tmp_path)
         code, _, said = outcome(process)
     want = f"the last checkpoint of runs/saved is in memory only: move {only} there"
     assert (code, said[0], only.exists()) == (0, want, True)
-    (tmp_path / "runs/saved/8").mkdir(parents=True)
+    (tmp_path / "runs/saved/8/manifest").mkdir(parents=True)
     with launched("", *options, env=env) as process:
         assert outcome(process)[0] == 0
     assert not [*(tmp_path / "chosen").iterdir()], "the run has gone on without it"
