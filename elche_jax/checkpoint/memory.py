@@ -47,7 +47,7 @@ class Memory:
         given = os.environ.get(MEMORY)
         self._folder = folder
         self._checkpoints = replace(checkpoints, keep_last=1, keep_best=0)
-        self._place = Path(given, digest(str(folder).encode())) if given else None
+        self._place = Path(given, digest(os.fsencode(folder))) if given else None
         self.step: int | None = None
 
     def keep(self, step: int, after: int, content: Callable[[], Saved]) -> None:

@@ -65,7 +65,15 @@ class Checkpoints(check.CheckedFields):
         """The folder as a path."""
         if self.folder is None:
             return None
-        return check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
+        found = check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
+        try:
+            str(found).encode()
+        except UnicodeEncodeError as error:
+            rule, todo = "be valid UTF-8", "Orbax can write to no other."
+            raise ValueError(
+                check.message("Checkpoints", "folder", rule, repr(str(found)), todo)
+            ) from error
+        return found
 
     def shared(self) -> Described:
         """Return the settings that all processes of a job must share, see `settings_of`.

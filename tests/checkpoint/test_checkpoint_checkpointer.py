@@ -279,6 +279,8 @@ def test_a_damaged_one_is_passed_over(train, tmp_path, caplog):
     ("options", "error", "message"),
     [
         ({"folder": 3}, TypeError, r"folder must be a path or None, got "),
+        ({"folder": "runs/\udcff"}, ValueError,
+         r"folder must be valid UTF-8, got 'runs/\\udcff'\. Orbax can write to no other\."),
         ({"every_windows": 0}, ValueError, r"every_windows must be at least 1, got 0\."),
         ({"every_windows": 1.5}, TypeError, r"every_windows must be an integer, got 1\.5"),
         ({"every_epochs": 0}, ValueError, r"every_epochs must be at least 1, got 0\."),

@@ -1,6 +1,7 @@
 """What a job that is asked to start again keeps in memory, if its disk fails or hangs."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from resumed import GRADIENTS, content, data, run, steps
@@ -218,6 +219,12 @@ def test_another_run_has_a_memory_of_its_own(train, memory, saves, tmp_path):
     stopped(train, folder, lambda: saves.update({folder: full}))
     assert restored(tmp_path / "other") is None
     assert kept(memory) == [str(AT)]
+
+
+def test_a_folder_whose_name_is_not_utf8(memory):
+    """As of a relative path, if the working directory has such a name."""
+    kept = [module.Memory(Path(name), elche.Checkpoints()) for name in ("/\udcfe", "/\udcff")]
+    assert [one.steps for one in kept] == [[], []]
 
 
 def test_a_run_that_begins_anew_does_not_find_it(train, memory, saves, tmp_path):
