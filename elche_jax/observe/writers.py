@@ -5,6 +5,7 @@ Any object with the two methods of `Writer` is a writer.
 
 import csv
 import io
+import os
 import socket
 import struct
 import time
@@ -152,7 +153,8 @@ class CSVWriter(_FileWriter):
         Raises:
             TypeError: `step` is not an integer, or a value not a number.
             ValueError: The step is below the last one, a value is called `step`, the writer
-                is closed, or the existing file is not a table of a `CSVWriter`.
+                is closed, or the existing file is not a table of a `CSVWriter` or not a
+                regular file.
             OSError: The file cannot be written; only complete rows are left in it.
         """
         step, numbers = self._check(step, values)
@@ -170,7 +172,7 @@ class CSVWriter(_FileWriter):
         """Raise what the first `scalars` would raise about the existing file.
 
         Raises:
-            ValueError: It is not a table of a `CSVWriter`.
+            ValueError: It is not a table of a `CSVWriter`, or not a regular file.
             OSError: It cannot be read.
         """
         _read(self._path)
@@ -213,6 +215,11 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
     A damaged table is renamed and raises no error: the run does not depend on it.
     """
+    # reading a pipe or a terminal waits for its other end; the null device only has no content
+    if path.exists() and not path.is_file() and not path.samefile(os.devnull):
+        rule, got = "be a regular file", "another kind, such as a pipe"
+        todo = "Give another path, as a table is read and rewritten."
+        raise ValueError(check.message("CSVWriter", str(path), rule, got, todo))
     content = path.read_bytes() if path.exists() else b""
     content = content.rstrip(b"\0")  # a power loss may leave zeros in place of rows
     if not content:

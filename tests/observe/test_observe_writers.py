@@ -233,6 +233,25 @@ def test_another_file_is_left_as_it_is(tmp_path, content):
     assert path.read_bytes() == content
 
 
+def test_a_table_needs_a_regular_file():
+    """Reading a pipe would wait for its other end; this one has none."""
+    read, write_end = os.pipe()
+    os.close(write_end)
+    path = f"/dev/fd/{read}"
+    text = (
+        rf"^CSVWriter: {path} must be a regular file, got another kind, such as a pipe\. "
+        r"Give another path, as a table is read and rewritten\.$"
+    )
+    try:
+        with pytest.raises(ValueError, match=text):
+            CSVWriter(path).check()
+        with pytest.raises(ValueError, match=text):
+            write(path, [(0, {"loss": 1.0})])
+    finally:
+        os.close(read)
+    write(os.devnull, [(0, {"loss": 1.0})])
+
+
 # TensorBoard, read back by the protobufs
 
 
