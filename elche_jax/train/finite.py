@@ -88,7 +88,7 @@ GRADIENTS = Wording(
     "but those of "
     "{name} were not: {culprits}. Its update was dropped; look at the data, lower the learning "
     "rate, or pass nonfinite='skip' to drop such windows and go on.",
-    "{most} windows in a row were dropped as not finite (max_skips), the last one {name}: "
+    "{dropped} windows in a row were dropped as not finite (max_skips), the last one {name}: "
     "{culprits}. Look at the data, lower the learning rate, or raise max_skips.",
     "each device's sums were finite, but their total was not, or weighs less than 2**-100",
     "not finite",
@@ -98,7 +98,7 @@ AVERAGES = Wording(
     "loss, weight, parameters and model state of every device must be finite after its steps, "
     "but those of {name} were not: {culprits}. Only the others were averaged; look at the data, "
     "lower the learning rate, or pass nonfinite='skip' to leave such devices out and go on.",
-    "in {most} windows in a row a device was left out of the average as not finite (max_skips), "
+    "in {dropped} windows in a row a device was left out of the average as not finite (max_skips), "
     "the last one {name}: {culprits}. Look at the data, lower the learning rate, or raise "
     "max_skips.",
     "no device, but their average, or the rule's weights (weigh, exponent) are negative, not "
@@ -153,15 +153,18 @@ class FiniteWatch:
         self.skipped += 1
         self.in_a_row += 1
         raises = self._policy.action == "raise"
-        too_many = self.in_a_row == self._policy.max_skips
+        most = self._policy.max_skips
+        # a restored run may have dropped more windows in a row than this run's max_skips
+        too_many = most is not None and self.in_a_row >= most
         if not raises and not too_many and self._wording is GRADIENTS:
             return None
         bad = self._culprits(plan, own)
         if raises:
             return self._error(plan, bad, self._wording.rule)
         if too_many:
+            error = self._error(plan, bad, self._wording.many)
             self.in_a_row = 0  # a loop that catches the error is warned again
-            return self._error(plan, bad, self._wording.many)
+            return error
         logger.warning(
             "elche: left out of the average of %s, as not finite: %s.",
             _name(plan),
@@ -198,9 +201,7 @@ class FiniteWatch:
 
     def _error(self, plan: WindowPlan, bad: dict[int, range], text: str) -> NonFiniteError:
         culprits = self._names(bad) or self._wording.together
-        text = "train: " + text.format(
-            name=_name(plan), culprits=culprits, most=self._policy.max_skips
-        )
+        text = "train: " + text.format(name=_name(plan), culprits=culprits, dropped=self.in_a_row)
         return NonFiniteError(text, plan.window, plan.epoch, bad)
 
 

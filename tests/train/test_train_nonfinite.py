@@ -214,6 +214,14 @@ def test_skips_in_a_row_over_two_calls_of_windows():
         run(train, state, data(0))
 
 
+def test_skips_of_a_saved_run_that_are_already_too_many():
+    train = shared(nonfinite="skip", max_skips=3)
+    state = train.init(PARAMS)
+    train.restore_run(train.run_to_dict() | {"in_a_row": 10, "skipped": 10})
+    with pytest.raises(elche.NonFiniteError, match=r"^train: 11 windows in a row .* window 0 "):
+        run(train, state, data(0))
+
+
 def test_too_many_skips_are_told_again():
     train = shared(nonfinite="skip", max_skips=3)
     state, told = train.init(PARAMS), []
