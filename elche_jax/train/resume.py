@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from elche_jax import _check as check
 from elche_jax._log import logger
@@ -83,12 +84,18 @@ def restore_run(
     check.instance(where, "saved", saved, Mapping, rule, brief=True)
     if absent := sorted(ALWAYS - saved.keys()):
         raise ValueError(check.message(where, "saved", rule, f"one without the keys {absent}"))
+    left_out = check.integers(where, "saved['left_out']", saved["left_out"], low=0)
+    before = len(left_out)
+    counts = _counts_of(saved["counts"], before, where, rule)
+    # earlier versions numbered windows by the counts
+    saved = {"next_window": len(counts), **saved}
+    skipped, in_a_row, window = (
+        check.integer(where, f"saved[{name!r}]", saved[name], low=0)
+        for name in ("skipped", "in_a_row", "next_window")
+    )
     say = logger.warning if job.at == 0 else logger.debug
     kinds = kinds_of(job.devices)
     world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
-    before = len(saved["left_out"])
-    # earlier versions numbered windows by the counts
-    window = saved.get("next_window", len(saved["counts"]))
     if before != world_size:
         scheduler.restart(window=window)
         knows = _believe(saved, kinds, job, scheduler)
@@ -100,11 +107,11 @@ def restore_run(
             "" if knows else "the cadence, ",
             ", counts begin with the speeds that are known" if knows else "",
         )
-        watch.restore(saved["skipped"], [0] * world_size, saved["in_a_row"])
+        watch.restore(skipped, [0] * world_size, in_a_row)
         return
-    watch.restore(saved["skipped"], saved["left_out"], saved["in_a_row"])
-    seen = [] if divergence is None else saved["divergence"]
-    scheduler.restart(saved["counts"], [divergence_of(one) for one in seen], window)
+    seen = [] if divergence is None else [divergence_of(one) for one in saved["divergence"]]
+    watch.restore(skipped, left_out, in_a_row)
+    scheduler.restart(counts, seen, window)
     if divergence is not None:
         divergence.restore(saved.get("unread") or ())
     name = type(scheduler.cadence).__name__
@@ -128,6 +135,22 @@ def restore_run(
             say("elche: the cadence starts over: %s", error)
         return
     say("elche: %s: the cadence starts over.", why)
+
+
+def _counts_of(saved: Any, devices: int, where: str, rule: str) -> NDArray[np.int64]:
+    """Return the saved counts as an array `(windows, devices)`; JSON turns them into lists."""
+    try:
+        counts = np.asarray(saved)
+    except ValueError:
+        got = "rows of different lengths"
+    else:
+        if not counts.size:  # no window yet; an empty list has lost its other axis
+            return np.zeros((0, devices), np.int64)
+        if counts.dtype.kind in "iu" and counts.shape[1:] == (devices,):
+            return counts.astype(np.int64)
+        got = f"shape {counts.shape} and dtype {counts.dtype}"
+    got = f"one with counts of {got} for {devices} devices"
+    raise ValueError(check.message(where, "saved", rule, got))
 
 
 def _believe(

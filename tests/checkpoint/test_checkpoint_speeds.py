@@ -125,6 +125,9 @@ def test_cadences_that_begin_anew(cadence, caplog):
     assert ANEW.format(2, "the cadence, ", "") in caplog.messages
 
 
+NO_RUN = "saved must be the dict that run_to_dict returned, got "
+
+
 @pytest.mark.parametrize(
     ("lacks", "got"),
     [
@@ -133,14 +136,46 @@ def test_cadences_that_begin_anew(cadence, caplog):
     ],
 )
 def test_what_is_no_run_changes_nothing(lacks, got):
+    saved = lacks and {name: value for name, value in ended().items() if name not in lacks}
+    changes_nothing(saved, NO_RUN + got)
+
+
+WITH_COUNTS = NO_RUN + "one with counts of {} for 3 devices."
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"counts": "x"}, WITH_COUNTS.format("shape () and dtype <U1")),
+        ({"counts": None}, WITH_COUNTS.format("shape () and dtype object")),
+        ({"counts": [[1, 1, 1], [1]]}, WITH_COUNTS.format("rows of different lengths")),
+        ({"counts": np.ones((2, 2), int)}, WITH_COUNTS.format("shape (2, 2) and dtype int64")),
+        ({"counts": np.ones((1, 3))}, WITH_COUNTS.format("shape (1, 3) and dtype float64")),
+        ({"skipped": "x"}, "saved['skipped'] must be an integer, got 'x' (str)."),
+        ({"in_a_row": -1}, "saved['in_a_row'] must be at least 0, got -1."),
+        ({"left_out": 3}, "saved['left_out'] must be a sequence of integers, got 3 (int)."),
+        ({"next_window": "a"}, "saved['next_window'] must be an integer, got 'a' (str)."),
+    ],
+)
+def test_a_run_with_values_that_cannot_be_changes_nothing(changed, said):
+    changes_nothing(ended() | {"skipped": 7} | changed, said)
+
+
+def changes_nothing(saved, said):
     train = build(STATES["ElChe"][0], 3)
     train.restore_run(ended() | {"in_a_row": 1, "skipped": 3})
     before = train.skipped, train.cadence_state, train.counts_history
-    saved = lacks and {name: value for name, value in ended().items() if name not in lacks}
-    said = f"TrainStep.restore_run: saved must be the dict that run_to_dict returned, got {got}"
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(said)}$"):
+    with pytest.raises(
+        (TypeError, ValueError), match=f"^{re.escape('TrainStep.restore_run: ' + said)}$"
+    ):
         train.restore_run(saved)
     assert (train.skipped, train.cadence_state, train.counts_history) == before
+
+
+@pytest.mark.parametrize("counts", [[], [[1, 2, 3], [4, 5, 6]]])
+def test_a_run_that_went_through_json(counts):
+    saved = ended() | {"counts": counts}
+    assert begun(saved, 3).counts_history == list(map(tuple, counts))
 
 
 def test_a_checkpoint_of_an_earlier_version(caplog):
