@@ -27,7 +27,7 @@ from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.in_flight import InFlight, Window
-from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.live_scheduler import KEPT, LiveScheduler
 from elche_jax.train.lost import TakeOver
 from elche_jax.train.options import Options
 from elche_jax.train.planning import R
@@ -98,7 +98,7 @@ class Pipeline(TakeOver[R]):
         self._lockstep = [] if self.combines else on_host
         self._unwatched: list[InFlight] = []  # in flight at the close, or dispatched later
         self._unchecked = 0  # the first window not yet checked for being finite
-        self._not_finite = set[int]()  # windows counted as not finite
+        self._not_finite = set[int]()  # windows counted as not finite, the last ones
         self._plans: deque[WindowPlan] = deque(maxlen=options.pending)  # of pending windows
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
@@ -428,7 +428,9 @@ class Pipeline(TakeOver[R]):
         if again and (finite or plan.window in self._not_finite):
             return
         if not finite:
-            self._not_finite.add(plan.window)
+            # no window before these can still be pending or in flight, and so run again
+            kept = {window for window in self._not_finite if window > self._unchecked - KEPT}
+            self._not_finite = kept | {plan.window}
         skipped = self._watch.skipped
         error = self._watch.observe(plan, finite, own)
         if self._watch.skipped > skipped:

@@ -9,7 +9,7 @@ import elche_jax as elche
 from elche_jax.cadence import Controller, WindowPlan
 from elche_jax.engine.lane import Lane
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.live_scheduler import KEPT, LiveScheduler
 from elche_jax.train.options import Options
 from elche_jax.train.pipeline import Pipeline
 
@@ -73,3 +73,12 @@ def test_what_is_not_finite_when_run_again_counts(said, watch, check):
     for finite in (True, False):
         check(plan(0), finite, [finite] * 2, 0)
     assert (watch.skipped, said.skips) == (1, [0])
+
+
+def test_only_windows_that_may_run_again_are_kept(watch, check):
+    last = 3 * KEPT
+    for window in range(last + 1):
+        check(plan(window), False, [False] * 2, 0)
+    assert len(check.__self__._not_finite) <= KEPT
+    check(plan(last - KEPT // 2), False, [False] * 2, 0)
+    assert watch.skipped == last + 1
