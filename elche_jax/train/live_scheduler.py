@@ -340,11 +340,18 @@ class LiveScheduler:
         """Ranks of the devices that plans leave out because they are lost."""
         return self._state.lost
 
-    def on_dispatch(self, plan: WindowPlan) -> None:
-        """Add the counts of a dispatched window to the history."""
+    def on_dispatch(self, plan: WindowPlan, begins: bool = False) -> None:
+        """Add the counts of a dispatched window to the history.
+
+        Args:
+            plan: The window.
+            begins: Whether it is the first of its call of `windows`, which may go back in the
+                data, so that numbers do, too. Other windows may be trained again, or out of order.
+        """
+        after = plan.window + 1
         with self._lock:
             self._history.extend(plan.counts)
-            self.next_window = plan.window + 1
+            self.next_window = after if begins else max(self.next_window, after)
 
     def on_taken_back(self, windows: int) -> None:
         """Forget the counts of the last windows, which run again."""

@@ -176,7 +176,7 @@ class Pipeline(TakeOver[R]):
     def _hand_over(self, flight: InFlight) -> None:
         """Hand a dispatched window to the watcher threads."""
         self._cold = False
-        self._scheduler.on_dispatch(flight.plan)
+        self._scheduler.on_dispatch(flight.plan, begins=self.trained is None)
         self.trained = flight.plan.window
         self._telling.dispatched(flight)
         if self._remote and isinstance(flight.finite, jax.Array):

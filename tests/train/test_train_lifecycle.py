@@ -582,6 +582,24 @@ def test_a_window_may_be_used_twice(world):
     assert len(train.records) == 3 * windows
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_window_used_again_does_not_set_the_numbers_back(world):
+    train = shared(world)
+    state = train.init(PARAMS)
+    windows = train.windows(data(), 8)
+    first = next(windows)
+    state, _ = train(state, first)
+    for window in windows:
+        state, _ = train(state, window)
+    state, _ = train(state, first)
+    assert train.run_to_dict()["next_window"] == window.index + 1
+    with train.windows(data(), 8) as later:
+        assert next(later).index == window.index + 1
+    with train.windows(data(), 8, cursor=first.cursor) as rewound:
+        train(state, next(rewound))
+    assert train.run_to_dict()["next_window"] == first.index + 2, "a rewind does"
+
+
 AVERAGE = {"averaging": elche.ParameterAveraging(optimizer_state="keep")}
 LATE = {"averaging": elche.ParameterAveraging(optimizer_state="keep", delay=1)}
 
