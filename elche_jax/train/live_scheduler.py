@@ -70,6 +70,7 @@ class LiveScheduler:
         cadence: The cadence.
         timeline: The recorder, or None.
         next_window: Number of the next window; windows before a resume on other devices count, too.
+        run: Number of the run, which `restart` counts.
         verified: Whether replicas were compared after one of the windows.
 
     Args:
@@ -102,7 +103,7 @@ class LiveScheduler:
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
         self._world_size = world_size
         self._history = array("q")
-        self.next_window = 0
+        self.next_window = self.run = 0
         self.verified = False
         self._hint = hint and not self.cadence.adaptive
         self.timeline, self._worth = timeline, worth
@@ -269,6 +270,7 @@ class LiveScheduler:
         """
         with self._observing, self._lock:
             self._records.clear()
+            self.run += 1
             # a new run keeps the speeds, but not the verdict on the previous one
             self._recorded_verdict = STABLE
             before, seen = self._state, tuple(divergence)
@@ -369,17 +371,20 @@ class LiveScheduler:
         if self._epochs is not None:
             self._epochs.window_metrics(plan.window, plan.epoch, metrics)
 
-    def observe(self, record: WindowRecord, at: int | None = None) -> None:
+    def observe(self, record: WindowRecord, at: int | None = None, run: int | None = None) -> None:
         """Update the state with a completed window, and record it.
 
         Args:
             record: The window.
             at: Number of the window with which the record became known; None for its own.
+            run: Number of the run that the window belongs to; None for this one. `records` are
+                those of this run, but the speeds in a window of an earlier one count.
         """
         with self._observing:  # held here too: no restart between update and record
             before, state = self._update(record, at)
             with self._lock:
-                self._records.append(record)
+                if run in (None, self.run):
+                    self._records.append(record)
                 idle = self._idle_to_hint_at() if self._hint else None
         # not under a lock: a log handler or a recorder may write to a disk, or read this scheduler
         if idle is not None:

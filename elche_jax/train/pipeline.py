@@ -85,6 +85,7 @@ class Pipeline(TakeOver[R]):
         telling = Telling(feed.fleet, options.pending > 0, options.verify_every is not None)
         super().__init__(feed, scheduler, start, runner, in_flight, timing, telling)
         self._cache, self._watch, self._options = cache, watch, options
+        self._of_run = scheduler.run  # the loop may still hold these windows when the next begins
         self._divergence = divergence
         # whether windows end in an exchange with other processes, which also carries times
         self._surveys = self.combines and not self._job.one_process
@@ -350,7 +351,7 @@ class Pipeline(TakeOver[R]):
 
     def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
         self._timing.observe(record, window.timed)
-        self._scheduler.observe(record, at)
+        self._scheduler.observe(record, at, self._of_run)
         self._scheduler.on_metrics(window.plan, window.metrics)
 
     def _record_across(

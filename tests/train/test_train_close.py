@@ -67,6 +67,6 @@ def test_it_does_where_that_failed(loop, monkeypatch):
 
 
 def test_a_close_while_a_window_is_recorded_does_not_wait_for_it(loop, monkeypatch):
-    monkeypatch.setattr(loop.scheduler, "observe", lambda record, at: loop.run.close())
+    monkeypatch.setattr(loop.scheduler, "observe", lambda record, at, run: loop.run.close())
     loop.complete(0)
     assert loop.waits == [] and loop.run.closed

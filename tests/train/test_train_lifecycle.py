@@ -389,6 +389,17 @@ def test_a_run_that_is_still_open_is_heard_of_after_init():
         train.windows(data(), 4)
 
 
+def test_windows_of_the_run_before_init_are_not_in_the_records():
+    train = shared(2)
+    train.init(PARAMS)
+    windows = train.windows(data(), 4)
+    window = next(windows)
+    train(train.init(PARAMS), window)
+    windows.drain()
+    windows.close()
+    assert train.records == []
+
+
 def test_window_bytes_are_those_of_streamed_data():
     train = shared(2)
     train.init(PARAMS)

@@ -245,7 +245,7 @@ def test_when_a_device_begins_its_next_window(kind, platform, busy, monkeypatch)
     devices = tuple(Mock(platform=platform, process_index=0) for _ in range(2))
     feed = SimpleNamespace(fleet=Lane(devices, (0, 1)))
     scheduler, measured = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=False), []
-    monkeypatch.setattr(scheduler, "observe", lambda record, at: measured.append(record))
+    monkeypatch.setattr(scheduler, "observe", lambda record, at, run: measured.append(record))
     monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
     run = kind(feed, scheduler, elche.Cursor(), watch, None, None, Options())
