@@ -42,6 +42,11 @@ def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> 
         Microbatches per second, one entry per device, above 0; None for a device that has
         not been measured yet.
 
+    Raises:
+        TypeError: The state's `ms_per_batch` are not numbers or None.
+        ValueError: The state's `ms_per_batch` do not have one entry per device, or one is not
+            above 0.
+
     Examples:
         >>> from elche_jax.cadence import ElCheState, EveryBatch
         >>> throughput(ElCheState(10, (10, 10), (8.0, None), False), [], world_size=2)
@@ -50,7 +55,7 @@ def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> 
         >>> throughput(EveryBatch().init(2), [record], world_size=2)
         (500.0, 100.0)
     """
-    known = _estimate(state)
+    known = _estimate(state, world_size)
     if any(rate is not None for rate in known):
         return known
     return tuple(_median_rate(records, rank) for rank in range(world_size))
@@ -139,11 +144,18 @@ def _host(place: str) -> str:
     return place.partition("/")[0]
 
 
-def _estimate(state: Any) -> Times:
+def _estimate(state: Any, world_size: int) -> Times:
+    """Return the estimate in a cadence's state, which may be a user's; empty if it has none."""
     if isinstance(state, BalancedState):
         return tuple(None if rate is None else 1e3 * rate for rate in state.throughput)
-    times: Times = getattr(state, "ms_per_batch", ())
-    return tuple(None if ms is None else 1e3 / ms for ms in times)
+    where, argument = type(state).__name__, "ms_per_batch"
+    times = check.items(where, argument, getattr(state, argument, ()), "numbers")
+    if times:
+        check.per_device(where, argument, len(times), world_size)
+    return tuple(
+        None if ms is None else 1e3 / check.real(where, f"{argument}[{rank}]", ms, above=0)
+        for rank, ms in enumerate(times)
+    )
 
 
 def _median_rate(records: Sequence[WindowRecord], rank: int) -> float | None:

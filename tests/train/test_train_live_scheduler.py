@@ -5,6 +5,7 @@ import math
 import threading
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -328,6 +329,30 @@ def test_ratios_of_a_cadence_of_ones_own():
     ]:
         with pytest.raises(kind, match=where + text):
             ratios(OwnState((1, 1), own), [], (1, 1))
+
+
+@dataclass(frozen=True)
+class TimesState:
+    counts: tuple[int, ...]
+    ms_per_batch: object = ()
+
+
+def test_times_of_a_cadence_of_ones_own():
+    assert throughput(TimesState((1, 1)), [], 2) == (None, None)
+    assert throughput(TimesState((1, 1), np.array([4, 8])), [], 2) == (250.0, 125.0)
+    assert throughput(TimesState((1, 1), [None, np.float32(8)]), [], 2) == (None, 125.0)
+    where = r"^TimesState: ms_per_batch"
+    for own, kind, text in [
+        ((1.0,), ValueError, r" must have one entry per device \(2\), got 1\.$"),
+        ((2.0, 0.0), ValueError, r"\[1\] must be above 0, got 0\.0\.$"),
+        ((None, math.nan), ValueError, r"\[1\] must be finite, got nan\.$"),
+        (np.zeros(2), ValueError, r"\[0\] must be above 0, got 0\.0\.$"),
+        (("a", 1.0), TypeError, r"\[0\] must be a number, got 'a' \(str\)\.$"),
+        (3.0, TypeError, r" must be a sequence of numbers, got 3\.0 \(float\)\.$"),
+        ({0: 1.0}, TypeError, r" must be a sequence of numbers, got {0: 1\.0} \(dict\)\.$"),
+    ]:
+        with pytest.raises(kind, match=where + text):
+            throughput(TimesState((1, 1), own), [], 2)
 
 
 def test_ratios_of_an_unsound_plan():
