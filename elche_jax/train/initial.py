@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
@@ -360,15 +361,23 @@ def check_buffers(state: Any, where: str = "train") -> None:
 def as_key(rng: Any, where: str = "TrainStep.init") -> jax.Array:
     """Return a typed key from a seed, a raw key or a typed key; `where` is for messages."""
     key: jax.Array
+    rule = "be a key or an integer seed"
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
         # jax.random.key accepts larger seeds, but drops the upper half without 64-bit types
         return jax.random.key(check.integer(where, "rng", rng, low=0, high=2**32 - 1))
+    if isinstance(rng, jax.Array) and not isinstance(rng, Tracer) and rng.is_deleted():
+        got = f"{describe(rng)} whose buffer was given up"
+        raise ValueError(check.message(where, "rng", rule, got, "Make a new key."))
     if isinstance(rng, jax.Array) and is_key(rng):
         key = rng
     elif isinstance(rng, jax.Array) and rng.dtype == jnp.uint32:
-        key = jax.random.wrap_key_data(rng)
+        try:
+            key = jax.random.wrap_key_data(rng)
+        except (TypeError, ValueError) as error:  # not a key of the default kind
+            todo = "Pass a raw key of another kind as jax.random.wrap_key_data(it, impl=...)."
+            raise TypeError(check.message(where, "rng", rule, describe(rng), todo)) from error
     else:
-        raise TypeError(f"{where}: rng must be a key or an integer seed, got {describe(rng)}.")
+        raise TypeError(check.message(where, "rng", rule, describe(rng)))
     if key.shape != ():
         raise TypeError(f"{where}: rng must be one key, got an array of shape {key.shape}.")
     return key

@@ -1,5 +1,7 @@
 """Bad input of build_train_step and init: a clear error before anything is compiled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from flax import nnx
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant
+from elche_jax.train.initial import as_key
 
 
 class Kind:
@@ -370,6 +373,35 @@ def test_an_optimizer_whose_state_changes_its_type():
 def test_rng_that_is_no_key(rng):
     with pytest.raises(TypeError, match=r"rng must be a key or an integer seed, got an? "):
         build().init(PARAMS, rng=rng)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4,)])
+def test_a_raw_key_of_another_kind(shape):
+    got = rf"got an array of shape {re.escape(str(shape))} and dtype uint32"
+    todo = r"Pass a raw key of another kind as jax\.random\.wrap_key_data\(it, impl=\.\.\.\)\."
+    with pytest.raises(
+        TypeError,
+        match=rf"^TrainStep\.init: rng must be a key or an integer seed, {got}\. {todo}$",
+    ):
+        build().init(PARAMS, rng=jnp.zeros(shape, jnp.uint32))
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_whose_buffer_was_given_up(make):
+    key = make(0)
+    key.delete()
+    with pytest.raises(
+        ValueError,
+        match=r"^TrainStep\.init: rng must be a key or an integer seed, got an array of shape .* "
+        r"whose buffer was given up\. Make a new key\.$",
+    ):
+        build().init(PARAMS, rng=key)
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_may_be_traced(make):
+    """A model is initialised under `jax.eval_shape` for its shapes."""
+    assert jax.eval_shape(as_key, make(0)).shape == ()
 
 
 def test_rng_of_several_keys():
