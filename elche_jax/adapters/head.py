@@ -10,7 +10,7 @@ from flax.core import unfreeze
 
 from elche_jax import _check as check
 from elche_jax.adapters.call import Call, Inputs
-from elche_jax.adapters.linen import TRANSIENT, LinenModel
+from elche_jax.adapters.linen import TRANSIENT, LinenModel, collections_of
 from elche_jax.adapters.model import Apply, Model, copied
 from elche_jax.adapters.nnx import is_nnx
 from elche_jax.engine.loss import describe
@@ -62,25 +62,22 @@ class _LinenForm(_Form):
     """A head with a Linen module; `.params` holds parameters or all variables."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
-        apart = getattr(head, "model_state", None)
+        given = getattr(head, "model_state", None)
+        apart = collections_of("from_head", "obj.model_state", given)
         if not _has_collections(head.params):
-            return head.params, apart
+            return head.params, given
         inside = _collections(head.params)
-        apart = {} if apart is None else apart
-        if not isinstance(apart, Mapping):
-            rule = "be a dict of collections"
-            raise TypeError(check.message("from_head", "obj.model_state", rule, describe(apart)))
         twice = [name for name in apart if name in inside]
         if twice:
             rule = "hold no collection that obj.params has too"
             got = ", ".join(map(repr, twice))
             raise ValueError(check.message("from_head", "obj.model_state", rule, got))
-        return unfreeze(head.params)["params"], {**inside, **unfreeze(dict(apart))} or None
+        return unfreeze(head.params)["params"], {**inside, **apart} or None
 
     def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
+        state = collections_of("Model.write_back", "model_state", model_state)
         if not _has_collections(head.params):
             return super().fields(head, params, model_state)
-        state = {} if model_state is None else model_state
         apart = getattr(head, "model_state", None)
         there = {} if apart is None else {k: state.get(k, part) for k, part in apart.items()}
         inside = _collections(head.params)
@@ -140,8 +137,10 @@ class HeadModel(Model):
             Neither `__init__` nor `__post_init__` runs.
 
         Raises:
-            TypeError: The head lacks one of these attributes, or one of them cannot be set.
-            ValueError: A leaf holds the copies of several devices.
+            TypeError: The head lacks one of these attributes, or one of them cannot be set; or
+                the model state of a Linen module is not a dict.
+            ValueError: A leaf holds the copies of several devices, or the model state of a Linen
+                module holds parameters.
         """
         check_one_copy("Model.write_back", params=params, model_state=model_state)
         fields = self._form.fields(head, params, model_state)
@@ -195,7 +194,7 @@ def from_head(
         TypeError: `obj` is neither kind of object, there is no loss, or an argument does not
             apply to this kind of object.
         ValueError: As raised by `from_linen` and `from_nnx`. Reading `params` or `model_state`
-            raises it if a collection is in both.
+            raises it if a collection is in both, or if parameters are in `obj.model_state`.
 
     Examples:
         >>> from dataclasses import dataclass

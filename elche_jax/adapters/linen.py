@@ -91,21 +91,19 @@ class LinenModel(Model):
             `{"params": params, **model_state}`.
 
         Raises:
-            ValueError: A leaf holds the copies of several devices. With one device this
-                cannot be detected: always call `unreplicate`.
+            TypeError: `model_state` is not a dict.
+            ValueError: `model_state` holds parameters; or a leaf holds the copies of several
+                devices. With one device this cannot be detected: always call `unreplicate`.
         """
         check_one_copy("Model.merge", params=params, model_state=model_state)
-        return {"params": params, **(model_state or {})}
+        return {"params": params, **collections_of("Model.merge", "model_state", model_state)}
 
     def run(
         self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
     ) -> tuple[Any, PyTree]:
         """Return the outputs for a microbatch and, in training, the new model state."""
-        if model_state is not None and not isinstance(model_state, Mapping):
-            rule = "be a dict of collections"
-            raise TypeError(check.message(self._where, "model_state", rule, describe(model_state)))
+        boxed = collections_of(self._where, "model_state", model_state)
         args, kwargs = self._call.arguments(batch, train)
-        boxed = unfreeze(dict(model_state or {}))
         state = _unboxed(boxed)
         # excludes what the module sows beside its state, which would change the state's structure
         changing = [name for name in state if train and in_filter(self._mutable, name)]
@@ -199,6 +197,30 @@ def from_linen(
         raise TypeError(check.message("from_linen", "module", rule, described(module), todo))
     call = Call("from_linen", module, inputs, train_kwargs, eval_kwargs)
     return LinenModel(module, loss, call, rngs, mutable)
+
+
+def collections_of(where: str, argument: str, model_state: PyTree) -> dict[str, Any]:
+    """Return model state as a dict of collections; None as an empty one.
+
+    Args:
+        where: The function the user called.
+        argument: The argument's name.
+        model_state: The model state.
+
+    Raises:
+        TypeError: It is not a dict.
+        ValueError: It holds parameters, which would replace those that are trained.
+    """
+    if model_state is None:
+        return {}
+    if not isinstance(model_state, Mapping):
+        rule = "be a dict of collections"
+        raise TypeError(check.message(where, argument, rule, describe(model_state)))
+    if "params" in model_state:
+        rule, got = "hold no collection 'params'", ", ".join(map(repr, model_state))
+        todo = "Leave it out: parameters belong in params only."
+        raise ValueError(check.message(where, argument, rule, got, todo))
+    return unfreeze(dict(model_state))
 
 
 def _unboxed(tree: PyTree) -> PyTree:

@@ -183,6 +183,12 @@ def whole_variables():
     return model({"params": params, **state}, {"x": X}, KEY)
 
 
+def parameters_as_state(method):
+    model, params, state = linen_cnn()
+    given = params, {**state, "params": params}
+    return model.merge(*given) if method == "merge" else model(*given, {"x": X}, KEY)
+
+
 def list_state():
     model, params, _ = linen_cnn()
     return model(params, [1], {"x": X}, KEY)
@@ -224,6 +230,15 @@ VARIABLES = {
     "a list": (
         list_state,
         TypeError, r"from_linen: model_state must be a dict of collections, got a list\.",
+    ),
+    "parameters as state": (
+        lambda: parameters_as_state("call"),
+        ValueError, r"^from_linen: model_state must hold no collection 'params', got "
+        r"'batch_stats', 'params'\. Leave it out: parameters belong in params only\.$",
+    ),
+    "parameters as state to merge": (
+        lambda: parameters_as_state("merge"),
+        ValueError, r"^Model.merge: model_state must hold no collection 'params', got ",
     ),
     "nnx without its state": (
         lambda: cnn()(cnn().params, {"x": X}, KEY),

@@ -326,6 +326,23 @@ ERRORS = {
         lambda: from_head(Classifier(LinenCNN(), {"params": {}}, model_state=[1])).params,
         TypeError, r"^from_head: obj.model_state must be a dict of collections, got a list\.$",
     ),
+    "parameters as state": (
+        lambda: from_head(
+            Classifier(LinenCNN(), {"params": {}}, model_state={"a": {}, "params": {}})
+        ).model_state,
+        ValueError, r"^from_head: obj.model_state must hold no collection 'params', got 'a', "
+        r"'params'\. Leave it out: parameters belong in params only\.$",
+    ),
+    "parameters as state, apart": (
+        lambda: from_head(Classifier(LinenCNN(), {}, model_state={"params": {}})).params,
+        ValueError, r"^from_head: obj.model_state must hold no collection 'params', got 'params'",
+    ),
+    "parameters as state to write": (
+        lambda: from_head(Classifier(LinenCNN(), {"params": {}})).write_back(
+            Classifier(LinenCNN(), {"params": {}}), {"w": X}, {"params": {}}
+        ),
+        ValueError, r"^Model.write_back: model_state must hold no collection 'params', got ",
+    ),
     "another's params": (
         lambda: from_head(Plain(NnxCNN(nnx.Rngs(0)), {"out": {}}), cross_entropy).apply_fn(
             {"out": {}}, {}, {"x": X}
