@@ -115,12 +115,12 @@ class HeadModel(Model):
     @property
     def params(self) -> PyTree:
         """A copy of the head's current parameters."""
-        return copied(self._form.variables(self._head)[0])
+        return copied("from_head", "params", self._form.variables(self._head)[0])
 
     @property
     def model_state(self) -> PyTree:
         """A copy of the head's current model state; None if there is none."""
-        return copied(self._form.variables(self._head)[1])
+        return copied("from_head", "model_state", self._form.variables(self._head)[1])
 
     def write_back(self, head: Any, params: PyTree, model_state: PyTree = None) -> Any:
         """Return a copy of a head that holds these values; the head itself is not modified.
@@ -194,7 +194,8 @@ def from_head(
         TypeError: `obj` is neither kind of object, there is no loss, or an argument does not
             apply to this kind of object.
         ValueError: As raised by `from_linen` and `from_nnx`. Reading `params` or `model_state`
-            raises it if a collection is in both, or if parameters are in `obj.model_state`.
+            raises it if a collection is in both, if parameters are in `obj.model_state`, or if an
+            integer does not fit 32 bits and 64-bit types are disabled.
 
     Examples:
         >>> from dataclasses import dataclass

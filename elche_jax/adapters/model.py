@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.engine.bits import check_integers
 from elche_jax.engine.loss import describe
 from elche_jax.engine.shapes import named
 
@@ -125,8 +127,21 @@ def described(module: Any) -> str:
     return f"the class {module.__name__}" if isinstance(module, type) else check.describe(module)
 
 
-def copied(tree: PyTree) -> PyTree:
-    """Copy all arrays of a pytree."""
+def copied(where: str, argument: str, tree: PyTree, root: str = "itself") -> PyTree:
+    """Copy all arrays of a pytree.
+
+    Args:
+        where: The function the user called.
+        argument: What the pytree is, for the message.
+        tree: The pytree.
+        root: Name of the pytree if it is a leaf.
+
+    Raises:
+        ValueError: An integer would be truncated, see `check_integers`.
+    """
+    for name, leaf in named(tree, root):
+        array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        check_integers(where, f"integers of {argument}", name, array)
     # `asarray` would share buffers, which the user's own loop may donate
     return jax.tree.map(jnp.array, tree)
 

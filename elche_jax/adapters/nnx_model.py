@@ -85,12 +85,12 @@ class NnxModel(Model):
     @property
     def params(self) -> dict[str, Any]:
         """A copy of the module's current parameters: nested dicts with string keys."""
-        return copied(self._read("params", self._module))
+        return copied(self._where, "params", self._read("params", self._module))
 
     @property
     def model_state(self) -> dict[str, Any] | None:
         """A copy of the module's current model state; None if there is none."""
-        return copied(self._read("model_state", self._module))
+        return copied(self._where, "model_state", self._read("model_state", self._module))
 
     def merge(self, params: PyTree, model_state: PyTree = None) -> Any:
         """Return a new module with these values, in the mode of the module passed to `from_nnx`.
@@ -103,8 +103,9 @@ class NnxModel(Model):
             The module. Its random streams start like those of the original.
 
         Raises:
-            ValueError: A leaf is missing or unknown, has the wrong shape, or holds the copies
-                of several devices.
+            ValueError: A leaf is missing or unknown, has the wrong shape, holds the copies of
+                several devices, or has an integer that does not fit 32 bits while 64-bit types
+                are disabled.
         """
         values = self._given("Model.merge", params, model_state)
         return nnx.merge(self._graph, self._state(values))
@@ -185,12 +186,13 @@ class NnxModel(Model):
         values = self._found("params", params, "Pass params=.", where)
         values |= self._found("model_state", model_state, "Pass model_state=.", where)
         for slot in self._of_kind("params", "model_state"):
-            want, got = _value(slot.variable), values[slot.names]
+            name, want, got = "/".join(slot.names), _value(slot.variable), values[slot.names]
             shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (want, got)]
             if shapes[0] != shapes[1]:
-                rule = f"have the module's shapes, for {'/'.join(slot.names)} {shapes[0]}"
+                rule = f"have the module's shapes, for {name} {shapes[0]}"
                 raise ValueError(check.message(where, slot.kind, rule, shapes[1]))
-        return {names: jax.tree.map(jnp.array, value) for names, value in values.items()}
+            values[slot.names] = copied(where, slot.kind, got, name)
+        return values
 
     def _found(
         self, kind: Kind, tree: PyTree, todo: str, where: str | None = None

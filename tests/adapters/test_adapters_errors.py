@@ -205,6 +205,20 @@ def linen_copies():
     return model.merge(elche.replicate(params, jax.devices()[:2]))
 
 
+class Table(nnx.Module):
+    def __init__(self, size=2**40):
+        self.w = nnx.Param(jnp.ones(()))
+        self.table = nnx.Variable(np.array([7, size]))
+
+    def __call__(self, x):
+        return x * self.w
+
+
+def merge_table():
+    model = from_nnx(Table(1), cross_entropy)
+    return model.merge(model.params, {"table": np.array([-(2**40), 7])})
+
+
 def other_shape():
     model = cnn()
     params = model.params
@@ -277,6 +291,16 @@ VARIABLES = {
     "copies to merge, linen": (
         linen_copies,
         ValueError, r"Model.merge: params must be one copy, got leaf ",
+    ),
+    "a large integer": (
+        lambda: from_nnx(Table(), cross_entropy).model_state,
+        ValueError, r"^from_nnx: integers of model_state must fit int32, to which JAX converts "
+        r"int64, got 1099511627776 in leaf \['table'\]\. Switch jax_enable_x64 on\.$",
+    ),
+    "a large integer to merge": (
+        merge_table,
+        ValueError, r"^Model.merge: integers of model_state must fit int32, .* got -1099511627776 "
+        r"in leaf table\.",
     ),
     "another shape": (
         other_shape,

@@ -343,6 +343,18 @@ ERRORS = {
         ),
         ValueError, r"^Model.write_back: model_state must hold no collection 'params', got ",
     ),
+    "a large integer": (
+        lambda: from_head(Plain(LinenMLP(), {"table": np.array([2**40])}), cross_entropy).params,
+        ValueError, r"^from_head: integers of params must fit int32, to which JAX converts int64, "
+        r"got 1099511627776 in leaf \['table'\]\. Switch jax_enable_x64 on\.$",
+    ),
+    "a large integer as state": (
+        lambda: from_head(
+            Classifier(LinenMLP(), {}, model_state={"ids": {"n": 2**40}})
+        ).model_state,
+        ValueError, r"^from_head: integers of model_state must fit int32, .* 1099511627776 in leaf "
+        r"\['ids'\]\['n'\]\.",
+    ),
     "another's params": (
         lambda: from_head(Plain(NnxCNN(nnx.Rngs(0)), {"out": {}}), cross_entropy).apply_fn(
             {"out": {}}, {}, {"x": X}
