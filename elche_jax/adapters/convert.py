@@ -11,7 +11,7 @@ from elche_jax.adapters.model import differing
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import replicate, unreplicate
 from elche_jax.engine.shapes import one_of
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import TrainState, averaging_of
 from elche_jax.train.initial import as_key, check_one_copy
 from elche_jax.train.step import TrainStep
 
@@ -34,8 +34,9 @@ def to_flax(
 ) -> "train_state.TrainState":
     """Convert one device's copy of a state to Flax's train state.
 
-    Flax's `step` is the number of windows. The random key and the numbers of microbatches and
-    examples are not converted.
+    Flax's `step` is the number of windows. The random key, the numbers of microbatches and
+    examples, the loss scale, and the state of `averaging` with its pending updates are not
+    converted.
 
     Args:
         state: The state, or one copy of it (`unreplicate`) on a device or on the host.
@@ -50,9 +51,9 @@ def to_flax(
 
     Raises:
         TypeError: `state` is not a `TrainState`, or `kind` is not a train state class.
-        ValueError: `tx` is not the state's optimizer; the state was made with `trainable`, so
-            some parameters have no optimizer state; or `kind` lacks a field for the model
-            state.
+        ValueError: `averaging` lets the devices' parameters differ, see `TrainStep.average`;
+            `tx` is not the state's optimizer; the state was made with `trainable`, so some
+            parameters have no optimizer state; or `kind` lacks a field for the model state.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -77,6 +78,14 @@ def to_flax(
     if not isinstance(kind, type) or not issubclass(kind, train_state.TrainState):
         rule = "be a subclass of flax.training.train_state.TrainState"
         raise TypeError(check.message("to_flax", "kind", rule, check.describe(kind)))
+    # kept by the rules under which parameters differ between windows; one device has one copy
+    if averaging_of(state).base and jnp.shape(state.step) != (1,):
+        rule, got = "have equal parameters on all devices", "one whose devices may differ"
+        todo = (
+            "Convert elche_jax.unreplicate(state).replace(params=train.average(state), "
+            "averaging=None)."
+        )
+        raise ValueError(check.message("to_flax", "state", rule, got, todo))
     # these two are not converted, nor stacked over devices like the rest
     one = state.replace(averaging=None, loss_scale=None)
     one = unreplicate(one) if jnp.ndim(state.step) else one

@@ -197,6 +197,57 @@ def test_what_to_flax_refuses(case):
         call(state)
 
 
+def averaged(rule, world=2):
+    """A training step by local steps, and its state after some windows."""
+
+    def loss_fn(params, batch, rng):
+        return ((batch["x"] @ params["w"] - 1) ** 2).mean() + params["v"] ** 2
+
+    devices = jax.devices()[:world]
+    train = elche.build_train_step(loss_fn, optax.sgd(0.05), averaging=rule, devices=devices)
+    state = train.init({"w": np.zeros(4, "float32"), "v": np.ones((), "float32")})
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    for window in train.windows({"x": x}, batch_size=4):
+        state, _ = train(state, window)
+    return train, state
+
+
+RULES = {
+    "late": elche.ParameterAveraging(delay=1, optimizer_state="keep"),
+    "in fragments": elche.DiLoCo(optax.sgd(0.7), inner_steps=4, fragments=2),
+}
+
+
+@pytest.mark.parametrize("rule", ["late", slow("in fragments")])
+def test_parameters_that_may_differ_are_averaged_before(rule):
+    train, state = averaged(RULES[rule])
+    text = (
+        r"^to_flax: state must have equal parameters on all devices, got one whose devices may "
+        r"differ\. Convert elche_jax\.unreplicate\(state\)\.replace\(params=train\.average\(state"
+        r"\), averaging=None\)\.$"
+    )
+    for given in (state, elche.unreplicate(state)):
+        with pytest.raises(ValueError, match=text):
+            to_flax(given, None, optax.sgd(0.05))
+    average = train.average(state)
+    one = elche.unreplicate(state).replace(params=average, averaging=None)
+    assert_equal(to_flax(one, None, optax.sgd(0.05)).params, average)
+
+
+# where the rule keeps copies equal, and on one device, a state is converted as it is
+EQUAL = {
+    "at once": (elche.DiLoCo(optax.sgd(0.7), inner_steps=4), 2),
+    "gradients, late": (elche.MeanGradient(delay=1), 2),
+    "one device": (elche.ParameterAveraging(delay=1, optimizer_state="keep"), 1),
+}
+
+
+@pytest.mark.parametrize("case", ["at once", slow("gradients, late"), slow("one device")])
+def test_parameters_that_are_equal_are_converted(case):
+    train, state = averaged(*EQUAL[case])
+    assert_equal(to_flax(state, None, optax.sgd(0.05)).params, train.average(state))
+
+
 def test_a_state_with_frozen_parameters_is_refused():
     module = LinenMLP()
     _, params, _ = begun(module)
