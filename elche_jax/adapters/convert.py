@@ -1,5 +1,7 @@
 """Conversion between `flax.training`'s train state and `TrainState`."""
 
+from collections.abc import Mapping
+from dataclasses import MISSING, Field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,13 +46,14 @@ def to_flax(
         tx: Value of `tx`: the optimizer of the training step.
         kind: The class to create; None for `flax.training.train_state.TrainState`. It must have
             a field for each collection of the model state, such as `batch_stats`.
-        fields: Values of additional fields.
+        fields: Values of additional fields; required for those without a default.
 
     Returns:
         The train state, whose leaves have the shapes of one device's copy.
 
     Raises:
-        TypeError: `state` is not a `TrainState`, or `kind` is not a train state class.
+        TypeError: `state` is not a `TrainState`, `kind` is not a train state class, or `fields`
+            are not its additional fields.
         ValueError: `averaging` lets the devices' parameters differ, see `TrainStep.average`;
             `tx` is not the state's optimizer; the state was made with `trainable`, so some
             parameters have no optimizer state; or `kind` lacks a field for the model state.
@@ -97,17 +100,45 @@ def to_flax(
         todo = "A state made with trainable= cannot be converted."
         raise ValueError(check.message("to_flax", "tx", rule, got, todo))
     carried = {} if one.model_state is None else one.model_state
-    homes = vars(kind).get("__dataclass_fields__", {})
+    homes: Mapping[str, Field[Any]] = vars(kind).get("__dataclass_fields__", {})
     for name in carried:
         if name not in homes:
             todo = "Pass a subclass with that field, or state.replace(model_state=None)."
             got = f"{kind.__name__} for {name!r}"
             rule = "have a field for every collection of model_state"
             raise ValueError(check.message("to_flax", "kind", rule, got, todo))
-    return kind(
-        step=int(one.step), apply_fn=apply_fn, params=one.params, tx=tx,
-        opt_state=one.opt_state, **carried, **fields,
-    )  # fmt: skip
+    filled = {
+        "step": int(one.step), "apply_fn": apply_fn, "params": one.params, "tx": tx,
+        "opt_state": one.opt_state, **carried,
+    }  # fmt: skip
+    _check_fields(kind.__name__, homes, filled, fields)
+    return kind(**filled, **fields)
+
+
+def _check_fields(
+    kind: str,
+    homes: Mapping[str, Field[Any]],
+    filled: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> None:
+    """Raise `TypeError` unless values are those of a class's remaining fields.
+
+    Args:
+        kind: Name of the class.
+        homes: All of its fields.
+        filled: The values that the state gives.
+        fields: The values that the user gives.
+    """
+    for name in fields:
+        if name in filled or name not in homes or not homes[name].init:
+            rule = f"be fields of {kind} that the state does not fill"
+            raise TypeError(check.message("to_flax", "fields", rule, repr(name)))
+    for name, home in homes.items():
+        required = home.init and home.default is MISSING and home.default_factory is MISSING
+        if required and name not in filled and name not in fields:
+            rule = f"hold every field of {kind} without a default"
+            got, todo = f"none for {name!r}", f"Pass {name}=."
+            raise TypeError(check.message("to_flax", "fields", rule, got, todo))
 
 
 def from_flax(

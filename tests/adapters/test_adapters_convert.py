@@ -26,6 +26,11 @@ class WithStats(train_state.TrainState):
     note: str = ""
 
 
+class Keyed(train_state.TrainState):
+    key: Any
+    batch_stats: Any = None
+
+
 @cache
 def begun(module):
     """A model of a module, its parameters and its model state."""
@@ -179,6 +184,20 @@ TO = {
         lambda state: to_flax(state, None, optax.sgd(0.1, momentum=0.9), kind=WithStats),
         ValueError, r"to_flax: tx must be the optimizer that the state was made with, got another: "
         r"its state has none for leaf \[0\]\.count instead of int32\[\]\.",
+    ),
+    "an unknown field": (
+        lambda state: to_flax(state, None, TX, kind=WithStats, rate=0.1),
+        TypeError, r"^to_flax: fields must be fields of WithStats that the state does not fill, "
+        r"got 'rate'\.$",
+    ),
+    "a field of the state": (
+        lambda state: to_flax(state, None, TX, kind=WithStats, batch_stats={}),
+        TypeError, r"to_flax: fields must be fields of WithStats .* got 'batch_stats'\.",
+    ),
+    "no value for a field": (
+        lambda state: to_flax(state, None, TX, kind=Keyed),
+        TypeError, r"^to_flax: fields must hold every field of Keyed without a default, got none "
+        r"for 'key'\. Pass key=\.$",
     ),
     "no place for the statistics": (
         lambda state: to_flax(state, None, TX),
