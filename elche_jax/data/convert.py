@@ -94,6 +94,15 @@ def name_of(path: Any, otherwise: str = "data") -> str:
     return jax.tree_util.keystr(path) or otherwise
 
 
+def is_array(leaf: Any) -> bool:
+    """Return whether a leaf of the user's data is an array, a tensor or a table, unconverted.
+
+    A `shape` alone does not make one: datasets of Hugging Face have it, too.
+    """
+    ways = ("dtype", "__array__", "__dlpack__")
+    return hasattr(leaf, "shape") and any(hasattr(leaf, name) for name in ways)
+
+
 def has_numpy_dtype(leaf: Any) -> bool:
     """Return whether NumPy and JAX understand the `dtype` of an array."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):

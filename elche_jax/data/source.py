@@ -19,6 +19,7 @@ from elche_jax.data.convert import (
     as_arrays,
     check_plain,
     has_numpy_dtype,
+    is_array,
     is_record,
     name_of,
     sorted_keys,
@@ -102,7 +103,7 @@ class ArraySource:
     def __init__(self, tree: PyTree):
         named = jax.tree_util.tree_flatten_with_path(tree)[0]
         for path, leaf in named:
-            if np.ndim(leaf) == 0:
+            if len(leaf.shape) == 0:  # `np.ndim` might convert a table, which is read below
                 raise ValueError(
                     f"data: every leaf must have a leading axis of examples, "
                     f"but leaf {name_of(path)} is a scalar."
@@ -212,9 +213,9 @@ def as_source(data: Any) -> Source:
     """Return the source for the user's data.
 
     Args:
-        data: A pytree whose leaves all have a `shape`; an object with `__len__` and
-            `__getitem__`; or an iterable of microbatches. Tensors and tables of other libraries
-            count as arrays, and so do lists of numbers within an example or a microbatch.
+        data: A pytree of arrays; an object with `__len__` and `__getitem__`; or an iterable of
+            microbatches. Tensors and tables of other libraries count as arrays (see `is_array`),
+            and so do lists of numbers within an example or a microbatch.
 
     Raises:
         TypeError: If `data` is none of these, or does not convert to arrays of numbers.
@@ -233,12 +234,12 @@ def as_source(data: Any) -> Source:
     # JAX treats these two as leaves, and deprecates flattening them
     with sorted_keys("data", "it"):
         leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
-    if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
+    if leaves and all(map(is_array, leaves)):
         source: Source = ArraySource(data)
     elif is_record(data):
         raise TypeError(f"{expected}, got a {type(data).__name__}. Pass dict(data).")
     elif isinstance(data, dict | list | tuple):
-        kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if not is_array(leaf)})
         todo = "Convert the leaves with numpy.asarray."
         if {"str", "bytes"}.intersection(kinds):
             todo = "Leave text out, or encode it."

@@ -219,9 +219,52 @@ def test_a_table_is_data(data):
     np.testing.assert_array_equal(rows, X[[5, 0]])
 
 
+def test_a_table_is_read_once():
+    """Its `__array__` may take long."""
+    read = []
+
+    class Slow(Table):
+        def __array__(self, dtype=None, copy=None):
+            read.append(self)
+            return self.array
+
+    as_source({"x": Slow(X)}).rows(np.arange(3))
+    assert len(read) == 1
+
+
 def test_what_has_only_a_shape_is_no_data():
-    with pytest.raises(TypeError, match=r"^data: every leaf must convert to a NumPy array, but "):
+    with pytest.raises(TypeError, match=r"got a dict with leaves of type SimpleNamespace\. Conv"):
         as_source({"x": SimpleNamespace(shape=(3,), ndim=1)})
+
+
+class Columns(Rows):
+    """As Hugging Face's `Dataset`: map-style, with the `shape` of its table."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.shape, self.column_names = (len(rows), 1), ["x"]
+        self.read = []
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self.rows):
+            raise IndexError(i)
+        self.read.append(i)
+        return {"x": self.rows[i].tolist()}
+
+
+def test_a_dataset_with_a_shape_is_read_example_by_example():
+    train = elche.build_train_step(loss_fn, optax.sgd(0.1), devices=jax.devices()[:2])
+    dataset = Columns(X)
+    np.testing.assert_array_equal(trained(train, dataset), trained(train, {"x": X}))
+    # one example tells their shapes, before the loop
+    assert dataset.read[0] == 0 and sorted(dataset.read[1:]) == [*range(len(X))]
+
+
+def test_datasets_are_not_read_to_find_that_they_are_no_arrays():
+    dataset = Columns(X)
+    with pytest.raises(TypeError, match=r"got a dict with leaves of type Columns\. Convert the le"):
+        as_source({"train": dataset})
+    assert not dataset.read
 
 
 @pytest.mark.parametrize(
