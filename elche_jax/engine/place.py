@@ -35,27 +35,36 @@ the system allocates it anew."""
 RESIDENT_SHARE = 0.25
 """Largest share of the free memory that `placement="auto"` uses for the data."""
 
+RESIDENT_EXAMPLES = np.iinfo(np.int32).max
+"""Largest number of examples in resident data, whose numbers programs get as int32."""
+
 
 def choose_placement(placement: str, source: Source, free: int | None) -> Placement:
     """Return where the data is kept.
 
     Args:
         placement: `"resident"`, `"stream"`, or `"auto"`: resident if the source is a pytree of
-            arrays that fits into a quarter of the free memory.
+            arrays, of at most `RESIDENT_EXAMPLES`, that fits into a quarter of the free memory.
         source: The data.
         free: Free bytes for a copy on the fullest device; None if unknown, in which case
             `"auto"` streams.
 
     Raises:
         ValueError: If `placement` is none of these, or `"resident"` for data that is not a
-            pytree of arrays.
+            pytree of arrays, or has more than `RESIDENT_EXAMPLES`.
     """
     check.one_of("data", "placement", placement, ("auto", "resident", "stream"))
     if placement == "stream":
         return "stream"
     if isinstance(source, ArraySource):
+        if placement == "resident":
+            what, todo = "the number of examples", "Use placement='stream'."
+            rule = f"be at most {RESIDENT_EXAMPLES} with placement='resident'"
+            if source.size > RESIDENT_EXAMPLES:
+                raise ValueError(check.message("data", what, rule, source.size, todo))
+            return "resident"
         fits = free is not None and source.nbytes <= RESIDENT_SHARE * free
-        return "resident" if fits or placement == "resident" else "stream"
+        return "resident" if fits and source.size <= RESIDENT_EXAMPLES else "stream"
     if placement == "auto":
         return "stream"
     raise ValueError(

@@ -320,6 +320,24 @@ def test_only_arrays_can_be_resident(source):
         choose_placement("resident", source, 10**9)
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31])
+def test_numbers_of_resident_examples_fit_int32(size):
+    # one byte, repeated: that many examples without their memory
+    source = ArraySource(np.broadcast_to(np.zeros((), np.int8), (size,)))
+    assert choose_placement("stream", source, 2**40) == "stream"
+    if size < 2**31:
+        assert choose_placement("auto", source, 2**40) == "resident"
+        assert choose_placement("resident", source, 0) == "resident"
+        return
+    assert choose_placement("auto", source, 2**40) == "stream"
+    message = (
+        r"^data: the number of examples must be at most 2147483647 with placement='resident', got "
+        r"2147483648\. Use placement='stream'\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        choose_placement("resident", source, 0)
+
+
 def test_another_placement_is_an_error():
     with pytest.raises(
         ValueError,
