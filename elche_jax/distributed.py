@@ -101,7 +101,8 @@ def initialize(
     if count is not None:
         count = check.integer(where, "num_processes", count, low=1)
     if number is not None:
-        number = check.integer(where, "process_id", number, low=0, high=(count or number + 1) - 1)
+        last = None if count is None else count - 1
+        number = check.integer(where, "process_id", number, low=0, high=last)
     if count == 1:
         return
     known = {"coordinator_address": address, "num_processes": count, "process_id": number}
@@ -308,7 +309,7 @@ def _given(value: int | None, variable: str) -> int | None:
     if value is not None or variable not in os.environ:
         return value
     text = os.environ[variable]
-    if not text.isdigit():
+    if not text.isdecimal():  # `isdigit` allows "²", which `int` rejects
         rule = "be a whole number"
         raise ValueError(check.message("distributed.initialize", variable, rule, repr(text)))
     return int(text)

@@ -17,12 +17,13 @@ MISTAKES = """
 import json, os, socket
 import elche_jax as elche, jax
 
-ADDRESS = "JAX_COORDINATOR_ADDRESS"
+ADDRESS, ID = "JAX_COORDINATOR_ADDRESS", "ELCHE_PROCESS_ID"
 
-def said(address=None, **arguments):
-    os.environ.pop(ADDRESS, None)
-    if address is not None:
-        os.environ[ADDRESS] = address
+def said(address=None, variable=None, **arguments):
+    for name, value in ((ADDRESS, address), (ID, variable)):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     try:
         elche.distributed.initialize(**arguments)
     except Exception as error:
@@ -50,6 +51,9 @@ print(json.dumps({
     "address only": said("localhost:1234"),
     "no port": said("localhost", num_processes=2, process_id=0),
     "port no number": said(coordinator_address="localhost:x", num_processes=2, process_id=0),
+    "id no number": said(process_id="0"),
+    "id too large": said(num_processes=2, process_id=2),
+    "id no decimal": said(variable="\u00b2"),
     "devices no numbers": said(local_device_ids="a"),
     "too short": said(heartbeat_timeout=1),
     "JAX's name": said(heartbeat_timeout_seconds=9),
@@ -69,6 +73,11 @@ SAID = {
     "port, such as 10.0.0.1:1234, got 'localhost'.",
     "port no number": "ValueError: distributed.initialize: coordinator_address must be a host and "
     "a port, such as 10.0.0.1:1234, got 'localhost:x'.",
+    "id no number": "TypeError: distributed.initialize: process_id must be an integer, got '0' "
+    "(str).",
+    "id too large": "ValueError: distributed.initialize: process_id must be at most 1, got 2.",
+    "id no decimal": "ValueError: distributed.initialize: ELCHE_PROCESS_ID must be a whole number, "
+    "got '\u00b2'.",
     "devices no numbers": "TypeError: distributed.initialize: local_device_ids must be a sequence "
     "of integers, got 'a' (str).",
     "too short": "ValueError: distributed.initialize: heartbeat_timeout must be at least 2, got 1.",
