@@ -23,8 +23,9 @@ def as_arrays(item: PyTree) -> PyTree:
         item: The example or the microbatch.
 
     Raises:
-        TypeError: If a leaf is a masked array, a mapping that JAX does not know, or a tensor or
-            table that cannot be converted.
+        TypeError: If the keys of a dict cannot be sorted, or a leaf is a masked array, an array of
+            PRNG keys, a mapping that JAX does not know, or a tensor or table that cannot be
+            converted.
         ValueError: If lists of numbers differ in length, or `item` itself is such a list.
 
     Examples:
@@ -39,7 +40,8 @@ def as_arrays(item: PyTree) -> PyTree:
             "list of numbers. Return numpy.asarray(it) for one array, a tuple for several."
         )
     # JAX treats a list as a node of the tree, and each of its numbers as a leaf
-    return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
+    with sorted_keys("data", "an example or a microbatch"):
+        return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
 
 
 @contextmanager
@@ -80,6 +82,19 @@ def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
         )
 
 
+def no_numbers(path: Any, dtype: Any) -> TypeError:
+    """Return the error for an array that does not hold numbers.
+
+    Args:
+        path: JAX key path of the leaf.
+        dtype: Its dtype.
+    """
+    return TypeError(
+        f"data: every leaf must be an array of numbers, but leaf {name_of(path)} is of dtype "
+        f"{dtype}. Encode it first."
+    )
+
+
 def is_record(item: Any) -> bool:
     """Return whether an item maps names to arrays, but JAX treats it as a single leaf.
 
@@ -104,9 +119,11 @@ def is_array(leaf: Any) -> bool:
 
 
 def has_numpy_dtype(leaf: Any) -> bool:
-    """Return whether NumPy and JAX understand the `dtype` of an array."""
+    """Return whether NumPy and JAX read an array as it is, and understand its `dtype`."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return True
+    if not hasattr(leaf, "__array__"):  # NumPy makes an object of a sparse matrix, or of a shape
+        return False
     try:
         np.dtype(leaf.dtype)
     except (AttributeError, TypeError):  # a table has a type for each column
@@ -122,7 +139,14 @@ def _is_plain(item: PyTree) -> bool:
         return all(map(_is_plain, item.values()))
     if kind is tuple:
         return all(map(_is_plain, item))
-    return kind is np.ndarray or isinstance(item, int | float | np.generic | jax.Array)
+    if kind is np.ndarray or isinstance(item, int | float | np.generic):
+        return True
+    return isinstance(item, jax.Array) and not _holds_keys(item)
+
+
+def _holds_keys(leaf: jax.Array) -> bool:
+    """Return whether an array holds PRNG keys, whose dtype NumPy lacks."""
+    return not isinstance(leaf.dtype, np.dtype)
 
 
 def _is_numbers(item: Any) -> bool:
@@ -144,6 +168,8 @@ def _as_array(path: Any, leaf: Any) -> Any:
         )
     if isinstance(leaf, list):
         return _of_list(path, leaf)
+    if isinstance(leaf, jax.Array) and _holds_keys(leaf):
+        raise no_numbers(path, leaf.dtype)
     is_array = any(hasattr(leaf, name) for name in ("dtype", "shape", "__array__"))
     return _of_tensor(path, leaf) if is_array and not has_numpy_dtype(leaf) else leaf
 

@@ -231,6 +231,8 @@ def as_source(data: Any) -> Source:
         "data must be a pytree of arrays, a map-style dataset (__len__ and "
         "__getitem__) or an iterable of microbatches"
     )
+    if isinstance(data, type):  # it has the methods that its objects have
+        raise TypeError(f"{expected}, got the class {data.__name__}. Pass an object of this class.")
     # JAX treats these two as leaves, and deprecates flattening them
     with sorted_keys("data", "it"):
         leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))

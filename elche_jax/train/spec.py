@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.data.convert import name_of, no_numbers
 from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
@@ -143,14 +144,11 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype
         if not is_numeric(dtype):
-            raise TypeError(
-                f"data: every leaf must be an array of numbers, but leaf "
-                f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."
-            )
+            raise no_numbers(path, dtype)
         if not dtype.isnative:
             raise TypeError(
                 f"data: every leaf must be in this machine's byte order, but leaf "
-                f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype.str}. Convert it "
+                f"{name_of(path)} is of dtype {dtype.str}. Convert it "
                 "with astype(dtype.newbyteorder('='))."
             )
         dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scipy.sparse import csr_array
 
 import elche_jax as elche
 from elche_jax.data.convert import as_arrays
@@ -152,6 +153,12 @@ def test_types_that_numpy_has_not_come_by_dlpack():
         ),
         ({"x": MappingProxyType({"a": X})}, TypeError, r"leaf \['x'\] is a mappingproxy\. Pass di"),
         (
+            {"x": X, "k": jax.random.key(0)},
+            TypeError,
+            r"^data: every leaf must be an array of numbers, but leaf \['k'\] is of dtype key<fry>"
+            r"\. Encode it first\.$",
+        ),
+        (
             {"x": np.ma.masked_array(X, mask=X > 0)},
             TypeError,
             r"^data: every leaf must be a plain array, but leaf \['x'\] is a masked one, whose m",
@@ -161,6 +168,18 @@ def test_types_that_numpy_has_not_come_by_dlpack():
 def test_what_cannot_be_an_array(item, error, message):
     with pytest.raises(error, match=message):
         as_arrays(item)
+
+
+@pytest.mark.parametrize("leaf", [csr_array(X), jax.ShapeDtypeStruct((24, 3), "float32")])
+@pytest.mark.parametrize("read", [as_source, as_arrays])
+def test_what_numpy_makes_an_object_of(leaf, read):
+    """It has a shape and a dtype of numbers, but no such numbers in memory."""
+    message = (
+        r"^data: every leaf must convert to a NumPy array, but leaf \['x'\] is a \S*"
+        rf"{type(leaf).__name__} that does not \(TypeError: NumPy makes objects of it\)\. Convert"
+    )
+    with pytest.raises(TypeError, match=message):
+        read({"x": leaf})
 
 
 def loss_fn(params, batch, rng):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from elche_jax.data.convert import as_arrays
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import (
     ArraySource,
@@ -52,21 +53,30 @@ def test_arrays_are_recognised_and_read_by_row():
     assert not np.shares_memory(rows["x"], x)
 
 
-def test_arrays_that_do_not_know_their_bytes():
-    """Such as those of netCDF4: shape, dtype and items."""
+class Items:
+    """An array of shape, dtype and items."""
 
-    class InFile:
-        def __init__(self, array):
-            self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
-            self._array = array
+    def __init__(self, array):
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+        self._array = array
 
-        def __len__(self):
-            return len(self._array)
+    def __len__(self):
+        return len(self._array)
 
-        def __getitem__(self, i):
-            return self._array[i]
+    def __getitem__(self, i):
+        return self._array[i]
 
-    source = as_source({"x": InFile(np.arange(12, dtype=np.int16).reshape(6, 2))})
+
+class InFile(Items):
+    """An array as those of netCDF4."""
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+
+@pytest.mark.parametrize("kind", [Items, InFile])
+def test_arrays_that_do_not_know_their_bytes(kind):
+    source = as_source({"x": kind(np.arange(12, dtype=np.int16).reshape(6, 2))})
     assert source.nbytes == 12 * 2
     np.testing.assert_array_equal(source.rows(np.array([5, 0]))["x"], [[10, 11], [0, 1]])
 
@@ -250,6 +260,7 @@ MIXED = {"x": np.zeros(4), 1: np.zeros(4)}
         ("it", lambda: as_source(MIXED)),
         ("an example", lambda: stack([MIXED], [0])),
         ("microbatch 2", lambda: microbatch_size(MIXED, 2)),
+        ("an example or a microbatch", lambda: as_arrays({"x": [1.0], 1: [2.0]})),
     ],
 )
 def test_keys_that_cannot_be_sorted(what, call):
@@ -278,6 +289,14 @@ def test_a_mapping_of_numbers_is_a_map_style_dataset():
 def test_a_path_is_an_error(path):
     with pytest.raises(TypeError, match=FORMS + type(path).__name__ + r"\. Load the file first\.$"):
         as_source(path)
+
+
+@pytest.mark.parametrize("kind", [Squares, InFile])
+def test_a_class_is_an_error(kind):
+    """It has the methods of a dataset, or the shape of an array, but no examples."""
+    message = FORMS + f"the class {kind.__name__}" + r"\. Pass an object of this class\.$"
+    with pytest.raises(TypeError, match=message):
+        as_source(kind)
 
 
 @pytest.mark.parametrize(
