@@ -265,7 +265,8 @@ class Cadence(ABC, Generic[S]):
     def recalibrate(self, state: S) -> S:
         """Return the state as if no device had been measured.
 
-        Called after a device's speed has changed, if ``estimates`` is set.
+        Called after a device's speed has changed, if ``estimates`` is set. If the state is a
+        dataclass, devices that ran nothing although they had work get their estimates back.
         """
         raise self._unwritten("recalibrate", "estimates")
 

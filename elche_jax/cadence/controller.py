@@ -13,7 +13,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
 from elche_jax.cadence.rest import Rest, RestState
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState, missed
 from elche_jax.cadence.shift import Shift
 from elche_jax.cadence.window import Divergence, WindowRecord
 
@@ -257,7 +257,7 @@ class Controller:
                 verdict = stronger(verdict, HOLD_GROWTH)
             # The exchange costs less while devices rest. Windows sized by that cost would be too
             # short for all devices, and would change size with every trial.
-            rested = self.rest is not None and _missed(report, schedule.counts)
+            rested = self.rest is not None and any(missed(report, schedule.counts))
             schedule = self.scheduler.update(schedule, report, verdict, not (record.cold or rested))
         elif cadence.counts_windows:
             # times of 0 mean not measured, so the estimates stay
@@ -266,11 +266,6 @@ class Controller:
         else:
             return state
         return replace(state, schedule=schedule, owed=STABLE, told=state.told or timed)
-
-
-def _missed(report: WindowReport, planned: Sequence[int]) -> bool:
-    """Return whether a device had no work although the cadence planned some for it."""
-    return any(plan and not ran for plan, ran in zip(planned, report.counts, strict=True))
 
 
 def _timed(record: WindowRecord) -> bool:

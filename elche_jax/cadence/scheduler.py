@@ -5,9 +5,9 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import median_low
-from typing import Any
+from typing import Any, cast
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import STABLE, Cadence, Verdict, WindowReport
@@ -92,7 +92,9 @@ class Scheduler:
       estimates. Those came from a short window of equal counts, whose times include one-time
       costs of a program; within the dead zone, their error would never be corrected.
     - After a confirmed shift of a device's speed the cadence forgets its estimates, and the
-      current report replaces them.
+      current report replaces them. A device that ran nothing although the cadence gave it work
+      (it rests, or is late) keeps its estimate: it is not measured, and while a device has no
+      estimate, the counts of all devices keep their proportions.
     - A device that took more than four times its estimate, and whose times do not vary
       otherwise, keeps the estimate for one report: if a pause of one window were taken as its
       speed, the others would get windows that are many times too long.
@@ -225,7 +227,7 @@ class Scheduler:
         measured_plan = of_plan and None not in before.ms_per_batch
         # the second condition: without it, devices of 5, 5, 10 and 20 ms kept (40, 37, 20, 10)
         if shifted or (measured_plan and not state.settled):
-            before = self.cadence.recalibrate(before)  # the report is then taken as is
+            before = self._recalibrated(before, report)  # the report is then taken as is
         elif self.shift is not None and shift is not None:
             first = self.shift.first_deviations(shift)
             times = before.ms_per_batch
@@ -288,6 +290,21 @@ class Scheduler:
         shift = self.shift and self.shift.init(len(cadence.counts))
         return replace(state, cadence=cadence, shift=shift, agreed=0)
 
+    def _recalibrated(self, state: Any, report: WindowReport) -> Any:
+        """Return the cadence's state without the estimates that the report replaces.
+
+        An estimate is kept if the cadence gave the device work and it ran nothing. A device that
+        the cadence itself leaves without work is forgotten: `FixedTotal` then tries it again.
+        """
+        after: Any = self.cadence.recalibrate(state)
+        missing = missed(report, state.counts)
+        # a user's state may be an object that `replace` does not know
+        if not (any(missing) and is_dataclass(cast(object, after))):
+            return after
+        times = zip(state.ms_per_batch, after.ms_per_batch, missing, strict=True)
+        kept = tuple(old if miss else new for old, new, miss in times)
+        return replace(after, ms_per_batch=kept)
+
     def _checked(self, method: str, state: Any) -> Any:
         """Return a state made by the cadence, after checking for the required attributes."""
         needed = ["counts", "ms_per_batch"][: 1 + self.cadence.estimates]
@@ -348,6 +365,22 @@ class Scheduler:
             raise ValueError(check.message(where, "sync_ms", rule, len(costs)))
         parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift, "sync_ms": costs}
         return SchedulerState(**parts)
+
+
+def missed(report: WindowReport, planned: Sequence[int]) -> tuple[bool, ...]:
+    """Return which devices ran nothing although the cadence gave them work.
+
+    They rest or are late, or the window was cut short to fewer microbatches than devices.
+
+    Args:
+        report: The measurements.
+        planned: The cadence's counts, one entry per device.
+
+    Examples:
+        >>> missed(WindowReport((20.0, 0.0, 0.0), (20, 0, 0), sync_ms=1.0), planned=(20, 10, 0))
+        (False, True, False)
+    """
+    return tuple(plan > 0 and not ran for plan, ran in zip(planned, report.counts, strict=True))
 
 
 def without_pauses(report: WindowReport, ms_per_batch: Sequence[float | None]) -> WindowReport:

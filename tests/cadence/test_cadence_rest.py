@@ -469,6 +469,24 @@ def test_windows_keep_their_length_while_devices_rest(cut):
     assert state.schedule.cadence.anchor == 40 and controller.plan(state, 100) == (400, 0)
 
 
+def test_counts_follow_the_others_while_a_device_rests():
+    """A trial makes the others faster, so it begins with a shift."""
+    rest = Rest(((0, 1), (2,)), first=5, windows=3, pairs=2)
+    controller = Controller(ElChe(max_anchor=10), rest=rest)
+    state, seen = controller.init(3), []
+    for window in range(90):
+        counts = controller.plan(state, window)
+        slowed = 1.5 if counts[2] else 1.0
+        ms = (slowed, slowed if window < 80 else 3.0, 4.0)
+        busy = tuple(count * time for count, time in zip(counts, ms, strict=True))
+        record = WindowRecord(window, 0, counts, 64, busy, max(busy) + 0.5, 0.5, 0.0, True)
+        state = controller.observe(state, record)
+        seen.append(counts)
+    # two windows are slow before the plan has changed
+    assert seen[60:81] == [(40, 40, 0)] * 21 and seen[82:] == [(40, 13, 0)] * 8
+    assert state.schedule.cadence.ms_per_batch == (1.0, 3.0, 4.0)
+
+
 def test_a_script_is_followed_to_the_letter():
     rest = tried((2,))
     controller, job = Controller(Replay([PLAN] * 100), rest=rest), Job(rest, (0, 0, 0.5))

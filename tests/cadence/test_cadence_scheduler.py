@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, strategies as st
@@ -12,6 +13,7 @@ from elche_jax.cadence import (
     ElChe,
     EveryBatch,
     FixedTotal,
+    PostLocal,
     Replay,
     Scheduler,
     SchedulerState,
@@ -21,12 +23,14 @@ from elche_jax.cadence import (
     nudge_down,
 )
 from elche_jax.cadence.elche import ElCheState
+from elche_jax.cadence.estimate import as_times, update_ms
 from elche_jax.cadence.scheduler import REPLAN_AFTER, rescale_sync
 
 
-def run(scheduler, state, ms, windows=1, sync_ms=0.0):
+def run(scheduler, state, ms, windows=1, sync_ms=0.0, absent=()):
     for _ in range(windows):
-        counts = scheduler.plan(state)
+        plan = scheduler.plan(state)
+        counts = tuple(0 if rank in absent else count for rank, count in enumerate(plan))
         wall = [count * time for count, time in zip(counts, ms, strict=True)]
         state = scheduler.update(state, WindowReport(wall, counts, sync_ms))
     return state
@@ -96,6 +100,88 @@ def test_a_confirmed_shift_takes_the_times_as_they_are():
     assert states[without].cadence.ms_per_batch[0] == pytest.approx(26.615, abs=1e-3)
     assert states[without].counts == (10, 26)
     assert states[without].shifts == 0
+
+
+FOLLOWING = pytest.mark.parametrize(
+    ("cadence", "counts"),
+    # 40 microbatches end after 22, 24 and 24 ms, where the third device takes 4 ms
+    [(ElChe(), (40, 13, 10)), (PostLocal(switch=0), (40, 13, 10)), (FixedTotal(40), (26, 8, 6))],
+)
+
+
+@FOLLOWING
+def test_counts_follow_the_others_while_a_device_is_away(cadence, counts):
+    """It rests, or is late, for thousands of windows: these must not have the old counts."""
+    scheduler = Scheduler(cadence)
+    state = run(scheduler, scheduler.init(3), (1.0, 1.0, 4.0), 6)
+    state = run(scheduler, state, (1.0, 1.0, 4.0), 5, absent=(2,))
+    state = run(scheduler, state, (1.0, 3.0, 4.0), 2, absent=(2,))
+    assert state.shifts == 1 and state.cadence.ms_per_batch == (1.0, 3.0, 4.0)
+    assert state.counts == counts
+    restored = scheduler.from_dict(json.loads(json.dumps(state.to_dict())))
+    assert restored == state
+    # it comes back as it was
+    state = run(scheduler, state, (1.0, 3.0, 4.0), 3)
+    assert state.shifts == 1 and state.counts == counts
+
+
+@FOLLOWING
+@pytest.mark.parametrize("ms", [1.0, 2.0, 6.0, 40.0])
+def test_a_device_that_comes_back_is_measured_anew(cadence, counts, ms):
+    scheduler = Scheduler(cadence)
+    state = run(scheduler, scheduler.init(3), (1.0, 1.0, 4.0), 6)
+    state = run(scheduler, state, (1.0, 3.0, 4.0), 9, absent=(2,))
+    assert state.counts == counts
+    # as after any shift, two windows
+    state = run(scheduler, state, (1.0, 3.0, ms), 2)
+    assert state.shifts == 2 and state.cadence.ms_per_batch == (1.0, 3.0, ms)
+    # its times, and what follows from them, are those of a run in which it was never away
+    fresh = run(scheduler, scheduler.init(3), (1.0, 3.0, ms), 3)
+    assert run(scheduler, state, (1.0, 3.0, ms), 3).counts == fresh.counts
+
+
+def test_a_device_left_out_by_the_end_of_the_data_does_not_hold_the_counts():
+    scheduler = Scheduler(ElChe())
+    state = run(scheduler, scheduler.init(3), (1.0, 1.0, 1.0), 6)
+    state = run(scheduler, state, (3.0, 1.0, 1.0))
+    state = scheduler.update(state, WindowReport((3.0, 1.0, 0.0), (1, 1, 0), 0.0, share=0.1))
+    assert state.shifts == 1 and state.cadence.ms_per_batch == (3.0, 1.0, 1.0)
+    assert state.counts == (10, 30, 30)
+
+
+def test_a_device_that_the_cadence_gives_no_work_is_forgotten_and_tried():
+    scheduler = Scheduler(FixedTotal(4))
+    state = run(scheduler, scheduler.init(3), (1.0, 1.0, 9.0), 6)
+    assert state.counts == (2, 2, 0)
+    state = run(scheduler, state, (1.0, 3.0, 9.0), 2, absent=(0,))
+    assert state.cadence.ms_per_batch == (1.0, 3.0, None) and state.counts == (3, 0, 1)
+
+
+def test_a_users_state_that_is_no_dataclass_may_miss_devices():
+    scheduler = Scheduler(Tuples())
+    state = run(scheduler, scheduler.init(2), (1.0, 1.0), 3)
+    state = run(scheduler, state, (3.0, 1.0), 2, absent=(1,))
+    assert state.shifts == 1 and state.counts == (2, 2)
+
+
+class Times(NamedTuple):
+    counts: tuple[int, ...]
+    ms_per_batch: tuple[float | None, ...]
+
+
+class Tuples(Cadence):
+    """A cadence of a user: an estimate is the last time."""
+
+    estimates = True
+
+    def init(self, world_size):
+        return Times((2,) * world_size, (None,) * world_size)
+
+    def update(self, state, report, verdict=None):
+        return state._replace(ms_per_batch=as_times(update_ms(state.ms_per_batch, report)))
+
+    def recalibrate(self, state):
+        return state._replace(ms_per_batch=(None,) * len(state.counts))
 
 
 def test_an_imbalance_inside_the_dead_zone_is_fitted_after_a_while():
