@@ -336,7 +336,8 @@ def entries_of(state: S, ranks: Sequence[int]) -> S:
     kept = {
         name: tuple(value[rank] for rank in ranks)
         for name, value in vars(state).items()
-        if isinstance(value, tuple) and len(value) == size
+        # counts may also be a list or an array
+        if name == "counts" or (isinstance(value, tuple) and len(value) == size)
     }
     return replace(cast(Any, state), **kept)
 

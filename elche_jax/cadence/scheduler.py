@@ -218,7 +218,8 @@ class Scheduler:
             cadence = self._checked("update", self.cadence.update(state.cadence, report, verdict))
             return replace(state, cadence=cadence)
         before, shift, shifted = state.cadence, state.shift, False
-        planned: tuple[int, ...] = before.counts
+        # a user's counts may be a list or an array, which cannot be compared with a report's
+        planned: tuple[int, ...] = tuple(before.counts)
         if self.shift is not None and shift is not None:
             # compared with the estimates before they include this report
             measured = measured_ms(report)
@@ -237,13 +238,13 @@ class Scheduler:
         if cost_known:
             costs = (*costs, report.sync_ms)[-SYNC_REPORTS:]
         if cost_known and len(costs) > 1:
-            aim = self.cadence.aim(before)
+            aim = tuple(self.cadence.aim(before))
             report = rescale_sync(replace(report, sync_ms=median_low(costs)), aim)
         elif target := self.cadence.overhead_target:
             report = replace(report, sync_ms=ON_TARGET * target * max(report.wall_ms))
         cadence = self._checked("update", self.cadence.update(before, report, verdict))
         # reports of other plans do not count, but do not reset the number either
-        agreed = state.agreed + of_plan if cadence.counts == planned else 0
+        agreed = state.agreed + of_plan if tuple(cadence.counts) == planned else 0
         if agreed >= REPLAN_AFTER:
             cadence, agreed = self.cadence.replan(cadence), 0
         settled = state.settled or measured_plan

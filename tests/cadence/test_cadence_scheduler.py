@@ -4,10 +4,12 @@ import json
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from elche_jax.cadence import (
+    STABLE,
     Balanced,
     Cadence,
     ElChe,
@@ -155,6 +157,35 @@ def test_a_device_that_the_cadence_gives_no_work_is_forgotten_and_tried():
     assert state.counts == (2, 2, 0)
     state = run(scheduler, state, (1.0, 3.0, 9.0), 2, absent=(0,))
     assert state.cadence.ms_per_batch == (1.0, 3.0, None) and state.counts == (3, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_a_users_counts_may_be_a_list_or_an_array(kind):
+    """They were never equal to a report's: no plan settled, and none was fitted."""
+
+    class Kinds(ElChe):
+        def init(self, world_size):
+            return as_kind(super().init(world_size))
+
+        def update(self, state, report, verdict=STABLE):
+            return as_kind(super().update(state, report, verdict))
+
+        def replan(self, state):
+            return as_kind(super().replan(state))
+
+    def as_kind(state):
+        return replace(state, counts=kind(state.counts))
+
+    states = []
+    for cadence in (Kinds(), ElChe()):
+        scheduler = Scheduler(cadence)
+        state = run(scheduler, scheduler.init(3), (3.0, 1.07, 2.0), 2, sync_ms=1.0)
+        state = run(scheduler, state, (3.0, 1.0, 2.0), REPLAN_AFTER - 1, sync_ms=1.0)
+        assert type(state.counts) is type(cadence.init(3).counts)
+        left = scheduler.without(state, [2])
+        states.append((state.to_dict(), left.to_dict()))
+    assert states[0] == states[1]
+    assert states[0][0]["settled"] and states[0][0]["cadence"]["counts"] == [10, 29, 15]
 
 
 def test_a_users_state_that_is_no_dataclass_may_miss_devices():
