@@ -3,7 +3,7 @@
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,20 +36,24 @@ class Described(NamedTuple):
         return cls(text, text.encode())
 
 
-def settings_of(value: Any) -> Described:
+def settings_of(value: Any, without: Collection[str] = ()) -> Described:
     """Return what processes can compare of a user's object.
 
     Plain values and sequences are compared as they are, dataclasses by class and fields, other
     objects by class alone: the `repr` of most holds an address.
 
+    Args:
+        value: The object.
+        without: Names of fields that are not compared, if it is a dataclass.
+
     Examples:
         >>> settings_of([2, None, max]).text
         "[2, None, 'builtin_function_or_method']"
     """
-    return Described.of(_settings(value))
+    return Described.of(_settings(value, without))
 
 
-def _settings(value: Any) -> str:
+def _settings(value: Any, without: Collection[str] = ()) -> str:
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -58,8 +62,8 @@ def _settings(value: Any) -> str:
     name = type(value).__name__
     if not is_dataclass(value):
         return repr(name)
-    own = (f"{one.name}={_settings(getattr(value, one.name))}" for one in fields(value))
-    return f"{name}({', '.join(own)})"
+    names = [field.name for field in fields(value) if field.name not in without]
+    return f"{name}({', '.join(f'{one}={_settings(getattr(value, one))}' for one in names)})"
 
 
 def shown(value: Any) -> str | None:

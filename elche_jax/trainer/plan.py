@@ -110,7 +110,7 @@ class FitPlan:
             "run_dir": self.folder and Described.of("a folder"),  # the first process's is used
             "checkpoints": self.saving and self.saving.shared(),
             # the data are compared when they are evaluated; a dataset may hold a path of its host
-            "evaluation": settings_of(self.evaluation and replace(self.evaluation, data=None)),
+            "evaluation": settings_of(self.evaluation, without=["data"]),
             "early_stopping": settings_of(self.early_stopping),
             "max_windows": self.max_windows,
         }

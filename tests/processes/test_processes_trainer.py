@@ -94,8 +94,8 @@ CHECKPOINTS = (
     "keep_best=0, monitor='loss', mode='min', on_error='now')"
 )
 EVALUATION = (
-    "Evaluation(metric_fn='function', data=None, batch_size=4, every_epochs=1, "
-    "every_windows=None, mask_key=None)"
+    "Evaluation(metric_fn='function', batch_size=4, every_epochs=1, every_windows=None, "
+    "mask_key=None)"
 )
 OF_ONE = {
     "run_dir": "a folder",

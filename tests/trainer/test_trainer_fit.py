@@ -144,6 +144,16 @@ def test_microbatches_as_they_come_and_datasets():
     assert same_bits(stream.state, arrays.state) and same_bits(dataset.state, arrays.state)
 
 
+def test_an_evaluation_of_microbatches_as_they_come():
+    def errors(data, batch_size=None):
+        evaluation = elche.Evaluation(metric_fn, data, batch_size)
+        result = shared().fit(PARAMS, DATA, 8, 2, evaluation=evaluation, progress=False)
+        return [m.evaluation["error"] for m in result.history]
+
+    batches = Again([{k: v[at : at + 10] for k, v in HELD_OUT.items()} for at in range(0, 50, 10)])
+    assert errors(batches) == pytest.approx(errors(HELD_OUT, 10), rel=1e-6)
+
+
 class Again:
     """An iterable that starts anew, and has no length."""
 
