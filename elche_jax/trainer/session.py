@@ -152,6 +152,8 @@ class Session:
             if self._stopping():
                 return
             self._train_one(window)
+        self._drain()  # an error of the last windows is still one of training
+        self._trained = True
         self._between(None)
         if self._job.one_process:  # with several processes it is too late to tell the others
             self._stopped = self._control.reason or self._stopped

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import threading
 import weakref
 
 import jax
@@ -251,6 +252,32 @@ def test_the_last_checkpoint_that_fails_costs_no_result(tmp_path, monkeypatch):
     with pytest.raises(elche.CheckpointError, match="No space left") as caught:
         shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
     assert same_bits(caught.value.result.state, want)
+
+
+def test_a_checkpoint_that_fails_during_the_last_window_costs_no_result(
+    ends, tmp_path, monkeypatch
+):
+    _, want, _ = own_loop(epochs=1)
+    last = ends[0] - 1
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    class Wait(elche.Callback):
+        def on_window(self, context):
+            if context.window.index == last:
+                for thread in threading.enumerate():
+                    if thread.name == "elche-checkpoint":
+                        thread.join()
+
+    monkeypatch.setattr("elche_jax.checkpoint.store.Store.save", full)
+    saving = elche.Checkpoints(tmp_path, every_windows=last, every_epochs=None)
+    with pytest.raises(elche.CheckpointError, match="No space left") as caught:
+        shared().fit(
+            PARAMS, DATA, 8, 1, checkpoints=saving, callbacks=[Wait()], progress=False
+        )  # fmt: skip
+    assert same_bits(caught.value.result.state, want)
+    assert [m.whole for m in caught.value.result.history] == [True]
 
 
 def test_two_runs_in_one_folder(tmp_path):
