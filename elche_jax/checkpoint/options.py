@@ -25,7 +25,8 @@ class Checkpoints(check.CheckedFields):
         keep_best: How many of the best checkpoints to keep in addition, at least 0. Only
             checkpoints with a new value of `monitor` count.
         monitor: The metric that ranks checkpoints: the name of an evaluation metric, or
-            `"loss"`, which is the epoch's training loss unless an evaluation has that name.
+            `"loss"`, which is the epoch's training loss unless an evaluation has that name. With
+            an evaluation, checkpoints before the first evaluation have no training loss to rank by.
         mode: `"min"` or `"max"`: whether lower or higher values are better.
         on_error: `"now"`: if a checkpoint cannot be written, on a full disk for instance, raise
             the error in the loop at the next window. `"end"`: continue training, and raise it

@@ -67,7 +67,8 @@ class EarlyStopping(check.CheckedFields):
 
     Attributes:
         monitor: Name of the metric: an evaluation metric, or `"loss"` or another training
-            metric, which are read at the end of each epoch.
+            metric, which are read at the end of each epoch. With an evaluation, a training metric
+            can stop the run only after the first evaluation, which may have a metric of that name.
         mode: `"min"` or `"max"`: whether lower or higher values are better.
         patience: Number of consecutive values without improvement after which the run stops,
             at least 1. A value that is not finite is not an improvement.

@@ -13,7 +13,9 @@ from elche_jax.trainer.plan import FitPlan
 class Watching:
     """Watch evaluation and training metrics for early stopping and checkpoint scores.
 
-    An evaluation metric takes precedence over a training metric of the same name.
+    An evaluation metric takes precedence over a training metric of the same name. So with an
+    evaluation, a training metric gives no score and stops no run before the names of the evaluation
+    metrics are known.
 
     Args:
         plan: Arguments of `Trainer.fit`.
@@ -29,7 +31,9 @@ class Watching:
     @property
     def over(self) -> bool:
         """Whether the run should stop because the metric has stopped improving."""
-        return self._rule is not None and self._patience.over(self._rule)
+        if self._rule is None or self._evaluated is None:
+            return False
+        return self._patience.over(self._rule)
 
     def score(self, step: int) -> float | None:
         """Return the score of the state after `step` windows; None if it has none."""
@@ -99,7 +103,7 @@ class Watching:
 
     def _see(self, step: int, values: Mapping[str, float]) -> None:
         saving = self._plan.saving
-        if saving is not None and saving.monitor in values:
+        if saving is not None and saving.monitor in values and self._evaluated is not None:
             self._score = step, values[saving.monitor]
         if self._rule is not None and self._rule.monitor in values:
             self._patience = self._patience.update(self._rule, values[self._rule.monitor])

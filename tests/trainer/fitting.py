@@ -75,11 +75,11 @@ def shared(devices=4, loss=loss_fn):
 
 
 @contextmanager
-def evaluating(values):
+def evaluating(values, name="error"):
     """The shared trainer, whose evaluations give one of these values after another."""
     one, left = shared(), iter(values)
     kept = one._evaluation
-    one._evaluation = metric_fn, lambda *arguments, **options: {"error": next(left)}
+    one._evaluation = metric_fn, lambda *arguments, **options: {name: next(left)}
     try:
         yield one
     finally:

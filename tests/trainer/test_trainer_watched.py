@@ -134,13 +134,28 @@ def test_patience_with_something_else_begins_anew(tmp_path, caplog):
     assert "monitored error (min) before and monitors error (max) now" in caplog.text
 
 
+def test_an_evaluation_metric_takes_precedence_even_before_the_first_evaluation(ends, tmp_path):
+    saving = elche.Checkpoints(tmp_path, keep_last=100, keep_best=1, monitor="loss")
+    evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=3)
+    # no value is that much better than the one before
+    stopping = elche.EarlyStopping("loss", patience=1, min_delta=1e6)
+    with evaluating([5.0, 4.0], "loss") as one:
+        result = one.fit(
+            PARAMS, DATA, 8, 6, evaluation=evaluation, early_stopping=stopping, checkpoints=saving,
+            progress=False,
+        )  # fmt: skip
+    assert (result.stopped, len(result.history)) == ("epochs", 6)
+    assert scores(tmp_path) == dict.fromkeys(ends) | {ends[2]: 5.0, ends[5]: 4.0}
+
+
 def test_what_no_evaluation_gives_is_watched_from_the_first_epoch_on():
+    """But it stops a run only once an evaluation has shown that it does not give it."""
     stopping = elche.EarlyStopping("mae", patience=2, min_delta=1e6)
     result = shared().fit(
         PARAMS, DATA, 8, 9, early_stopping=stopping, progress=False,
         evaluation=elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=5),
     )  # fmt: skip
-    assert (result.stopped, len(result.history)) == ("early_stopping", 3)
+    assert (result.stopped, len(result.history)) == ("early_stopping", 5)
 
 
 def test_metrics_of_devices_that_run_ahead_are_each_told_once():
