@@ -25,15 +25,21 @@ class Watching:
         self._plan, self._rule = plan, plan.early_stopping
         self._patience = Patience()
         self._evaluated: list[str] | None = None if plan.evaluation is not None else []
+        self._before: list[str] | None = None  # the same of the run that is resumed
         self._training: Collection[str] | None = None
         self._score: tuple[int, float] | None = None
 
     @property
     def over(self) -> bool:
         """Whether the run should stop because the metric has stopped improving."""
-        if self._rule is None or self._evaluated is None:
+        if self._rule is None or self._known is None:
             return False
         return self._patience.over(self._rule)
+
+    @property
+    def _known(self) -> list[str] | None:
+        """Names of the evaluation metrics; None until an evaluation has told them."""
+        return self._before if self._evaluated is None else self._evaluated
 
     def score(self, step: int) -> float | None:
         """Return the score of the state after `step` windows; None if it has none."""
@@ -65,7 +71,8 @@ class Watching:
             ValueError: A monitored metric is known not to exist, or a training metric has the name
                 under which an evaluation metric is reported.
         """
-        if self._evaluated is None and self._rule is not None and self._rule.monitor in results:
+        rule = self._rule
+        if rule is not None and rule.monitor in results and rule.monitor not in (self._known or ()):
             self._patience = Patience()  # until now it tracked the training metric of that name
         self._evaluated = list(results)
         self._check()
@@ -73,19 +80,19 @@ class Watching:
 
     def epoch(self, step: int, means: Mapping[str, float]) -> None:
         """Take the training metrics of an epoch that ended after `step` windows."""
-        evaluated = self._evaluated or ()
-        self._see(step, {name: value for name, value in means.items() if name not in evaluated})
+        known = self._known or ()
+        self._see(step, {name: value for name, value in means.items() if name not in known})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         rule = None if self._rule is None else asdict(self._rule)
-        return {"patience": asdict(self._patience), "rule": rule, "evaluated": self._evaluated}
+        return {"patience": asdict(self._patience), "rule": rule, "evaluated": self._known}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the output of `to_dict`; reset if another metric is monitored now."""
         if self._plan.evaluation is not None:
             # an empty list comes from a run without an evaluation: the names are still unknown
-            self._evaluated = saved["evaluated"] or None
+            self._before = saved["evaluated"] or None
         if self._rule is None or saved["rule"] is None:
             return
         now = asdict(self._rule)
@@ -103,14 +110,14 @@ class Watching:
 
     def _see(self, step: int, values: Mapping[str, float]) -> None:
         saving = self._plan.saving
-        if saving is not None and saving.monitor in values and self._evaluated is not None:
+        if saving is not None and saving.monitor in values and self._known is not None:
             self._score = step, values[saving.monitor]
         if self._rule is not None and self._rule.monitor in values:
             self._patience = self._patience.update(self._rule, values[self._rule.monitor])
 
     def _check(self) -> None:
         if self._training is None or self._evaluated is None:
-            return  # the evaluation metrics are unknown until the first evaluation
+            return  # unknown until the first evaluation: that of a resumed run may differ
         for name in self._evaluated:
             if f"eval_{name}" in self._training:
                 raise ValueError(

@@ -15,6 +15,7 @@ from fitting import (
     HELD_OUT,
     MODEL_STATE,
     PARAMS,
+    errors,
     evaluating,
     loop,
     loss_fn,
@@ -156,6 +157,21 @@ def test_patience_goes_on(tmp_path):
     assert run(values[:3], 3).stopped == "epochs"
     result = run([*values[3:], 0.0], 9, resume="auto")
     assert (result.stopped, len(result.history)) == ("early_stopping", 5)
+
+
+def test_an_evaluation_with_another_metric_goes_on(tmp_path):
+    def absolute(params, batch):
+        return {"absolute": abs(errors(params, batch)) ** 0.5}
+
+    options = {"progress": False, "resume": "auto"}
+    saving = elche.Checkpoints(tmp_path)
+    shared().fit(PARAMS, DATA, 8, 1, evaluation=EVALUATION, checkpoints=saving, **options)
+    result = shared().fit(
+        PARAMS, DATA, 8, 4, evaluation=elche.Evaluation(absolute, HELD_OUT, 16),
+        early_stopping=elche.EarlyStopping("absolute", patience=1, min_delta=1e6),
+        checkpoints=elche.Checkpoints(tmp_path, keep_best=1, monitor="absolute"), **options,
+    )  # fmt: skip
+    assert (result.stopped, len(result.history)) == ("early_stopping", 3)
 
 
 @pytest.mark.parametrize("mode", ["min", slow("max")])
