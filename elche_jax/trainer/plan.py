@@ -70,7 +70,7 @@ class FitPlan:
         parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
         for name, values, kind in parts:
             for at, value in enumerate(check.items(where, name, values, f"{kind.__name__}s")):
-                check.instance(where, f"{name}[{at}]", value, kind)
+                check.instance(where, f"{name}[{at}]", value, kind, no_class=True)
         if self.resume != "never" and saving is None:
             rule = "be 'never' without checkpoints"
             todo = "Pass checkpoints or run_dir."

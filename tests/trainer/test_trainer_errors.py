@@ -9,6 +9,7 @@ from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, shared, trainer
 from hypothesis import example, given, strategies as st
 
 import elche_jax as elche
+from elche_jax.observe.writers import CSVWriter
 from elche_jax.trainer.evaluation import Patience
 
 EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
@@ -40,6 +41,10 @@ def one():
         ({"callbacks": [print]}, TypeError, r"^Trainer\.fit: callbacks\[0\] must be of type Call"),
         ({"callbacks": 3}, TypeError, r"^Trainer\.fit: callbacks must be a sequence of Callback"),
         ({"writers": ["a"]}, TypeError, r"^Trainer\.fit: writers\[0\] must be of type Writer"),
+        (
+            {"writers": [CSVWriter]}, TypeError,
+            r"^Trainer\.fit: writers\[0\] must be of type Writer, got <class '.*CSVWriter'> \(",
+        ),
         (
             {"resume": "auto"}, ValueError,
             r"^Trainer\.fit: resume must be 'never' without checkpoints, got 'auto'\. Pass chec",
