@@ -221,14 +221,16 @@ class Trainer:
                 control.stop("exit")
                 control.wait()
 
-            with ExitStack() as stack:
-                stack.callback(self._busy.release)
-                try:
+            try:
+                with ExitStack() as stack:
+                    stack.callback(self._busy.release)
                     # Python closes its thread pools before it waits for threads: orbax needs one
                     stack.callback(before_exit(end))
-                    control.finish(session.run())
-                except BaseException as error:
-                    control.finish(error=error)
+                    result = session.run()
+            except BaseException as error:
+                control.finish(error=error)
+            else:  # last: whoever learns of the end may begin the next run at once
+                control.finish(result)
 
         return run, control
 

@@ -86,6 +86,20 @@ def test_one_run_at_a_time():
     assert len(one.fit(PARAMS, DATA, 8, 1, progress=False).history) == 1
 
 
+def test_a_run_that_is_over_makes_room_for_the_next(monkeypatch):
+    one, finish, more = shared(), Control.finish, []
+
+    def go_on(self, *arguments, **options):
+        finish(self, *arguments, **options)
+        if not more:
+            more.append("begun")
+            more.append(one.fit(PARAMS, DATA, 8, 1, progress=False))
+
+    monkeypatch.setattr(Control, "finish", go_on)
+    assert len(one.start(PARAMS, DATA, 8, 1, progress=False).join().history) == 1
+    assert len(more[1].history) == 1
+
+
 def test_join_waits_as_long_as_it_is_told():
     gate = Gate(0)
     handle = shared().start(PARAMS, DATA, 8, 1, callbacks=[gate], progress=False)
