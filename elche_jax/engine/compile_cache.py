@@ -71,7 +71,8 @@ class CompileCache:
     ...), which its build in another thread gets, too. Under others it is compiled anew.
 
     Args:
-        on_compile: Called after each compile; None for no callback.
+        on_compile: Called after each compile; None for no callback. What it raises reaches the
+            caller of `get`, or is logged if the compile ran in the background.
     """
 
     def __init__(self, on_compile: OnCompile | None = None) -> None:
@@ -161,7 +162,7 @@ class CompileCache:
                 return
             self._programs[at] = program = _Program()
             self._begun.add(at)
-        self._start(at, program, lambda: self._fill(at, program, build))
+        self._start(at, program, lambda: self._fill_in_background(at, program, build))
 
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compile a program in the background; return immediately.
@@ -225,7 +226,7 @@ class CompileCache:
                     return
                 at = next(iter(self._jobs))
                 program, build = self._programs[at], self._jobs.pop(at)
-            self._fill(at, program, build, ahead=1)
+            self._fill_in_background(at, program, build, ahead=1)
             if (error := program.error) is not None:
                 logger.warning(
                     "elche: a program could not be compiled ahead of need (%s: %s); windows go on "
@@ -233,6 +234,19 @@ class CompileCache:
                     type(error).__name__,
                     error,
                 )
+
+    def _fill_in_background(
+        self, at: _Key, program: _Program, build: Build, ahead: int = 0
+    ) -> None:
+        try:
+            self._fill(at, program, build, ahead)
+        except BaseException as error:  # of `on_compile`: the program is there nevertheless
+            logger.warning(
+                "elche: a program that was compiled in the background could not be recorded "
+                "(%s: %s).",
+                type(error).__name__,
+                error,
+            )
 
     def _fill(self, at: _Key, program: _Program, build: Build, ahead: int = 0) -> None:
         start, built, error = time.perf_counter(), None, None

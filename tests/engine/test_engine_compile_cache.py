@@ -196,6 +196,30 @@ def test_an_error_does_not_stop_the_background_thread():
     assert cache.get("b", never) == "b"
 
 
+@pytest.mark.parametrize("ahead", ["begin", "prepare"])
+def test_a_compile_that_cannot_be_recorded_does_not_stop_the_background_thread(ahead, caplog):
+    def full(key, seconds, ahead):
+        raise OSError("disk full")
+
+    cache, build = CompileCache(full), Build()
+    getattr(cache, ahead)("a", build)
+    assert build.begun.wait(GIVE_UP)
+    cache.prepare("b", lambda: "b")
+    build.go.set()
+    for thread in compilers():
+        thread.join(GIVE_UP)
+    assert cache.get("a", never) == "program"
+    assert cache.ready("b")
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == 2 * [
+        "elche: a program that was compiled in the background could not be recorded "
+        "(OSError: disk full)."
+    ]
+    with pytest.raises(OSError, match="disk full"):  # the loop's own
+        cache.get("c", lambda: "c")
+    assert cache.get("c", never) == "c"
+
+
 def test_after_an_error_the_next_request_tries_anew():
     cache = CompileCache()
     with pytest.raises(KeyboardInterrupt):
