@@ -173,13 +173,18 @@ def items(where: str, argument: str, values: object, of: str) -> tuple[Any, ...]
 
 
 def integers(
-    where: str, argument: str, values: object, *, low: int | None = None
+    where: str,
+    argument: str,
+    values: object,
+    *,
+    low: int | None = None,
+    high: int | None = None,
 ) -> tuple[int, ...]:
-    """Return a sequence as a tuple of plain ints, each at least ``low``.
+    """Return a sequence as a tuple of plain ints within ``[low, high]``.
 
     Raises:
         TypeError: If it is not a sequence, or an entry is not an integer.
-        ValueError: If an entry is below ``low``.
+        ValueError: If an entry is out of range.
 
     Examples:
         >>> integers("WindowReport", "counts", [3, 1], low=0)
@@ -187,10 +192,14 @@ def integers(
     """
     entries = items(where, argument, values, "integers")
     clean = set(map(type, entries)) <= {int}
-    if clean and (low is None or not entries or min(entries) >= low):
+    if clean and (
+        not entries
+        or ((low is None or min(entries) >= low) and (high is None or max(entries) <= high))
+    ):
         return entries
     return tuple(
-        integer(where, f"{argument}[{rank}]", entry, low=low) for rank, entry in enumerate(entries)
+        integer(where, f"{argument}[{rank}]", entry, low=low, high=high)
+        for rank, entry in enumerate(entries)
     )
 
 
@@ -340,8 +349,8 @@ class CheckedFields:
 
     A field with bounds in its ``metadata`` must be an integer if it is annotated as one, and
     otherwise a finite number; or a sequence of these, which is stored as a tuple. The bounds are
-    ``low``, ``high`` (not for sequences) and, for numbers, ``above``. ``None`` is allowed if it is
-    the default, or part of the annotation.
+    ``low``, ``high`` (not for sequences of floats) and, for numbers, ``above``. ``None`` is allowed
+    if it is the default, or part of the annotation.
 
     Raises:
         TypeError: If a value is of the wrong type.

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import WindowReport
+from elche_jax.cadence.base import MAX_TOTAL, WindowReport
 from elche_jax.cadence.proportional import AnchorRule, AnchorRuleState, round_up
 
 
@@ -61,7 +61,7 @@ class AdaComm(AnchorRule[AdaCommState]):
     state_type = AdaCommState
     uses_loss = True
 
-    anchor: int = field(default=16, metadata={"low": 1})
+    anchor: int = field(default=16, metadata={"low": 1, "high": MAX_TOTAL})
     interval: int = field(default=10, metadata={"low": 1})
     shrink: float = field(default=0.5, metadata={"above": 0, "high": 1})
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import Verdict, WindowReport
+from elche_jax.cadence.base import MAX_TOTAL, Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
 from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
 from elche_jax.cadence.proportional import (
@@ -99,10 +99,10 @@ class ElChe(Proportional[ElCheState]):
 
     state_type = ElCheState
 
-    anchor: int = field(default=10, metadata={"low": 1})
+    anchor: int = field(default=10, metadata={"low": 1, "high": MAX_TOTAL})
     overhead_target: float = field(default=0.10, metadata={"low": 0.01, "high": 0.5})
-    max_anchor: int = field(default=200, metadata={"low": 1})
-    max_batch_diff: int | None = field(default=None, metadata={"low": 1})
+    max_anchor: int = field(default=200, metadata={"low": 1, "high": MAX_TOTAL})
+    max_batch_diff: int | None = field(default=None, metadata={"low": 1, "high": MAX_TOTAL})
     speed_hint: SpeedHint | None = None
     rests: bool = True
 

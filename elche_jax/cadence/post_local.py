@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from elche_jax.cadence.base import Verdict, WindowReport
+from elche_jax.cadence.base import MAX_TOTAL, Verdict, WindowReport
 from elche_jax.cadence.proportional import AnchorRule, AnchorRuleState
 
 
@@ -37,7 +37,7 @@ class PostLocal(AnchorRule[AnchorRuleState]):
     """
 
     switch: int = field(metadata={"low": 0})
-    anchor: int = field(default=10, metadata={"low": 1})
+    anchor: int = field(default=10, metadata={"low": 1, "high": MAX_TOTAL})
 
     def target_anchor(self, state: AnchorRuleState) -> int:
         """Return 1 before the switch and the anchor after it."""

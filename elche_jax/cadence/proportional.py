@@ -7,14 +7,14 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
+from elche_jax.cadence.base import MAX_TOTAL, CheckedCadence, Verdict, WindowReport
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, update_ms
 from elche_jax.cadence.state import State
 
 DEAD_ZONE_PERCENT = 10
 """Percent of a count that a change must exceed, once calibrated."""
 
-COUNT_CEILING = float(2**53)
+COUNT_CEILING = float(MAX_TOTAL)
 """Largest count: only a broken clock asks for more, and counts must fit an int64."""
 
 

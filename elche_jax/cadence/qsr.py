@@ -51,7 +51,7 @@ class QSR(AnchorRule[AnchorRuleState]):
     """
 
     alpha: float = field(metadata={"above": 0})
-    base: int = field(metadata={"low": 1})
+    base: int = field(metadata={"low": 1, "high": CEILING})
     learning_rate: float | Callable[[int], float]
     max_anchor: int = field(default=1000, metadata={"high": CEILING})
     warmup: int = field(default=0, metadata={"low": 0})

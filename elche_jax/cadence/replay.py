@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
+from elche_jax.cadence.base import MAX_TOTAL, CheckedCadence, Verdict, WindowReport
 from elche_jax.cadence.state import State
 
 
@@ -58,7 +58,7 @@ class Replay(CheckedCadence[ReplayState]):
     Raises:
         TypeError: If a count is not an integer.
         ValueError: If there is no window, a window has no microbatch, a count is
-            negative, or windows differ in their number of devices.
+            out of range, or windows differ in their number of devices.
 
     Examples:
         >>> cadence = Replay([(4, 4), (2, 6)])
@@ -86,7 +86,7 @@ class Replay(CheckedCadence[ReplayState]):
         recording: list[tuple[int, ...]] = []
         for window in check.items("Replay", name, self.counts_per_window, "windows"):
             argument = f"{name}[{len(recording)}]"
-            counts = check.integers("Replay", argument, window, low=0)
+            counts = check.integers("Replay", argument, window, low=0, high=MAX_TOTAL)
             if not any(counts):
                 rule = "have a count above 0"
                 raise ValueError(check.message("Replay", argument, rule, counts))

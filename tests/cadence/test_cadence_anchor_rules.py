@@ -167,6 +167,7 @@ def test_nudge_down_nudges_and_the_rule_comes_back_step_by_step():
     [
         (lambda: QSR(0, 4, 0.1), ValueError, r"QSR: alpha must be above 0, got 0\.$"),
         (lambda: QSR(0.1, 0, 0.1), ValueError, r"QSR: base must be at least 1, got 0\.$"),
+        (lambda: QSR(0.1, 2**31, 0.1), ValueError, r"QSR: base must be at most 2147483647, got "),
         (lambda: QSR(0.1, 4, 0.1, 3), ValueError, r"QSR: max_anchor must be at least 4, got 3\.$"),
         (lambda: QSR(0.1, 4, 0.0), ValueError, r"QSR: learning_rate must be above 0, got 0\.0\.$"),
         (lambda: QSR(0.1, 4, "x"), TypeError, r"QSR: learning_rate must be a number, got 'x' "),
@@ -187,6 +188,8 @@ def test_nudge_down_nudges_and_the_rule_comes_back_step_by_step():
         ),
         (lambda: PostLocal(-1), ValueError, r"PostLocal: switch must be at least 0, got -1\.$"),
         (lambda: PostLocal(1, 0), ValueError, r"PostLocal: anchor must be at least 1, got 0\.$"),
+        (lambda: PostLocal(1, 2**53 + 1), ValueError, r"PostLocal: anchor must be at most 9007199"),
+        (lambda: AdaComm(10**400), ValueError, r"AdaComm: anchor must be at most 90071992547409"),
         (lambda: AdaComm(0), ValueError, r"AdaComm: anchor must be at least 1, got 0\.$"),
         (lambda: AdaComm(2, 0), ValueError, r"AdaComm: interval must be at least 1, got 0\.$"),
         (lambda: AdaComm(2, 2, 0), ValueError, r"AdaComm: shrink must be above 0, got 0\.$"),

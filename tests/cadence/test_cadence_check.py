@@ -100,6 +100,8 @@ def test_reals_accept_any_sequence(values):
 def test_sequences_name_the_entry_at_fault():
     with pytest.raises(ValueError, match=r"^A: b\[1\] must be at least 0, got -1\.$"):
         check.integers("A", "b", (0, -1), low=0)
+    with pytest.raises(ValueError, match=r"^A: b\[1\] must be at most 2, got 3\.$"):
+        check.integers("A", "b", (2, 3), high=2)
     with pytest.raises(TypeError, match=r"^A: b\[0\] must be an integer, got 1\.0 "):
         check.integers("A", "b", np.array([1.0, 2.0]))
     with pytest.raises(TypeError, match=r"^A: b\[1\] must be an integer, got True "):

@@ -120,6 +120,9 @@ def counts_for(anchor, ms):
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
+        ({"anchor": 10**400}, ValueError, r"anchor must be at most 9007199254740992, got 1(0+)\.$"),
+        ({"max_anchor": 2**53 + 1}, ValueError, "max_anchor must be at most 9007199254740992, got"),
+        ({"max_batch_diff": 10**400}, ValueError, "max_batch_diff must be at most 900719925474099"),
         ({"anchor": 0}, ValueError, r"anchor must be at least 1, got 0\.$"),
         ({"anchor": 2.0}, TypeError, r"anchor must be an integer, got 2\.0 \(float\)"),
         ({"anchor": True}, TypeError, r"anchor must be an integer, got True \(bool\)"),

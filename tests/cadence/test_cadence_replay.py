@@ -79,6 +79,11 @@ def test_counts_at():
             ValueError,
             r"counts_per_window\[0\]\[1\] must be at least 0, got -1\.$",
         ),
+        (
+            ((1, 2**53 + 1),),
+            ValueError,
+            r"counts_per_window\[0\]\[1\] must be at most 9007199254740992, got 9007199254740993",
+        ),
         (((1, 1.0),), TypeError, r"counts_per_window\[0\]\[1\] must be an integer"),
         ((1, 2), TypeError, r"counts_per_window\[0\] must be a sequence of integers"),
         (3, TypeError, "counts_per_window must be a sequence of windows, got 3"),
