@@ -99,6 +99,7 @@ def _run(make: Callable[[threading.Event], Iterator[Any]], channel: _Channel) ->
         end = error
     if not channel.stop.is_set():
         channel.ready.put((None, end))
+    del end  # its traceback refers to this frame: avoids a reference cycle
 
 
 def _close(thread: BackgroundThread, channel: _Channel, wake: Callable[[], None]) -> None:

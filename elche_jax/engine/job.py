@@ -378,7 +378,10 @@ class Job:
         """
         said = self.exchange(None if own is None else f"{type(own).__name__}: {own}", where)
         if own is not None:
-            raise own
+            try:
+                raise own
+            finally:
+                del own  # its traceback refers to this frame: avoids a reference cycle
         for process, text in zip(self.ranks_of, said, strict=True):
             if text is not None:
                 error = RuntimeError(f"{where}: process {process} raised {text}")

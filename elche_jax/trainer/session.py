@@ -89,7 +89,10 @@ class Session:
                 if not self._trained:
                     raise
                 closing = error
-            self._job.raise_alike("Trainer.fit", closing)
+            try:
+                self._job.raise_alike("Trainer.fit", closing)
+            finally:
+                del closing  # its traceback refers to this frame: avoids a reference cycle
             assert result is not None
             if self._plan.folder is not None:
                 folder = self._plan.folder

@@ -165,9 +165,12 @@ class Trainer:
                 memory.
         """
         run, control = self._session(params, data, batch_size, epochs, options)
-        with interrupts(control, say=options.get("progress", True)):
-            run()
-        return control.result()
+        try:
+            with interrupts(control, say=options.get("progress", True)):
+                run()
+            return control.result()
+        finally:
+            control.error = None  # its traceback refers to the control: avoids a reference cycle
 
     @taking(FitPlan)
     def start(

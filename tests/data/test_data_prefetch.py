@@ -1,7 +1,9 @@
 """The prefetch thread: items in order, errors with their traceback, no thread left."""
 
+import gc
 import threading
 import weakref
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -90,6 +92,32 @@ def test_an_error_comes_after_the_items_before_it_with_its_traceback():
     assert caught.traceback[-1].name == "failing_dataset"
     assert producers() == []
     assert next(prefetch, "over") == "over"
+
+
+def test_an_error_does_not_keep_the_frames_of_the_source():
+    class Held:
+        pass
+
+    held, begin = [], threading.Event()
+
+    def make(stop):
+        assert begin.wait(GIVE_UP)
+        mine = Held()
+        held.append(weakref.ref(mine))
+        raise OSError("disk gone")
+        yield mine
+
+    gc.disable()
+    try:
+        prefetch = Prefetch(make, nothing)
+        (thread,) = producers()
+        begin.set()
+        with suppress(OSError):
+            next(prefetch)
+        thread.join(GIVE_UP)
+        assert [one() for one in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_an_error_before_the_first_item_is_raised():

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import weakref
+from contextlib import suppress
 
 import jax
 import numpy as np
@@ -239,6 +240,30 @@ def test_nothing_of_a_run_is_kept_alive():
     gc.collect()
     assert watched() is None
     assert one._recorder._devices._epochs == {}
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_nothing_of_a_broken_run_waits_for_the_garbage_collector(at_the_end):
+    watched = []
+
+    class Halt(elche.Callback):
+        def on_window(self, context):
+            if not at_the_end:
+                watched.append(weakref.ref(context.state.params["a"]))
+                raise KeyError("halt")
+
+        def on_epoch(self, context, metrics):
+            watched.append(weakref.ref(context.state.params["a"]))
+            raise KeyError("halt")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(KeyError):
+            shared().fit(PARAMS, DATA, 8, 1, callbacks=[Halt()], progress=False)
+        assert [one() for one in watched] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_a_broken_run_has_left_does_not_reach_the_next():
