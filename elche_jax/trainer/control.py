@@ -4,6 +4,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from elche_jax._waiting import Condition, HeldInterrupt, interruptible
@@ -40,6 +41,8 @@ class Control:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the run to finish; return False on timeout."""
+        if timeout is not None and timeout >= TIMEOUT_MAX:
+            timeout = None  # longer than a lock can wait
         with interruptible(), self._changed:
             return self._changed.wait_for(lambda: self.over, timeout)
 

@@ -111,6 +111,22 @@ def test_join_waits_as_long_as_it_is_told():
     handle.join()
 
 
+@pytest.mark.parametrize("timeout", [threading.TIMEOUT_MAX, 1e10, 1e300])
+def test_join_waits_longer_than_a_lock_can(timeout, monkeypatch):
+    gate = Gate(0)
+    handle = shared().start(PARAMS, DATA, 8, 1, callbacks=[gate], progress=False)
+    assert gate.there.wait(60)
+    changed = handle._control._changed
+    wait = changed.wait
+
+    def opening(timeout=None):
+        gate.open.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(changed, "wait", opening)
+    assert len(handle.join(timeout).history) == 1
+
+
 def test_a_run_does_not_wait_for_itself():
     heard = []
 
