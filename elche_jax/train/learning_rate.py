@@ -151,7 +151,11 @@ def _signature(factory: Callable[..., Any]) -> inspect.Signature:
 
 def _hyperparameter(name: str, value: Any, unit: str) -> Any:
     """Return the value to pass to `optax.inject_hyperparams` for an argument."""
+    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+        value = value.item()  # optax takes NumPy's numbers for other arguments
     if isinstance(value, int) and not isinstance(value, bool):
+        todo = "If it is not a hyperparameter, name it in static_args."
+        check.integer("schedule_by_work", name, value, low=-(2**31), high=2**31 - 1, todo=todo)
         return np.asarray(value, np.int32)  # optax's own conversion is weakly typed
     if not callable(value) or isinstance(value, optax.schedules.StatefulSchedule):
         return value

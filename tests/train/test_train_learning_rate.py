@@ -136,6 +136,32 @@ def test_several_schedules_and_constants():
     np.testing.assert_allclose([values["b1"], values["weight_decay"]], [0.6, 0.25], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(np.float32(0.5), "float32"), (np.int64(3), "int32")],
+)
+def test_constants_of_numpy(value, dtype):
+    sgd = schedule_by_work(lambda learning_rate, n: optax.sgd(learning_rate))(COSINE, n=value)
+    kept = sgd.init(PARAMS).hyperparams["n"]
+    assert (kept.dtype, kept) == (dtype, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "bound"), [(2**40, "at most 2147483647"), (-(2**31) - 1, "at least -2147483648")]
+)
+def test_an_integer_that_is_too_large(value, bound):
+    def make(learning_rate, n):
+        return optax.sgd(learning_rate)
+
+    with pytest.raises(
+        ValueError,
+        match=rf"^schedule_by_work: n must be {bound}, got {value}\. If it is not a hyper"
+        r"parameter, name it in static_args\.$",
+    ):
+        schedule_by_work(make)(COSINE, n=value)
+    schedule_by_work(make, static_args="n")(COSINE, n=value)
+
+
 def test_a_constant_may_be_set_between_updates():
     sgd = schedule_by_work(optax.sgd)(learning_rate=0.5)
     opt_state = sgd.init(PARAMS)
