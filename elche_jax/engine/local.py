@@ -170,8 +170,10 @@ class LocalRule(Rule):
         kept = averaging_of(after)
         new, outer = self._moved(x, self._pick(mine, part), mean.payload, kept, part)
         new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
-        # finite differences may still overflow in the outer optimizer, or in float16
-        fine = all_finite(new)
+        merged, last = self.merged(ended, mean)
+        # finite differences may still overflow in the outer optimizer, or in float16, and so may
+        # the variance of the devices' means
+        fine = all_finite(new) & (~mean.good | none_worse(last, merged, forgive_nan=True))
         good = computed_once(mean.good & fine)
         opt_state = None
         if self.averaging.optimizer_state == "average":
@@ -179,7 +181,7 @@ class LocalRule(Rule):
             changes = mean.state[len(self.merge_rules.rules) :]
             rules = self._opt_rules(before)
             opt_state = structure.unflatten(rules.apply_differences(leaves, changes))
-        merged = chosen(good, *self.merged(ended, mean))
+        merged = chosen(good, merged, last)
         outer = chosen(good, outer, kept.outer)
         return Agreed(new, opt_state, merged, outer, after.loss_scale, good, fine)
 

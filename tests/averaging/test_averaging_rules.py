@@ -486,6 +486,41 @@ def test_an_outer_step_that_overflows_float16_is_not_taken(exchange):
     np.testing.assert_array_equal(state.params, np.full((2, 3), 7))
 
 
+@pytest.mark.parametrize(
+    "averaging, options",
+    [(elche.ParameterAveraging(), {}),
+     (elche.DiLoCo(optax.sgd(1.0), fragments=2), {}),
+     slow(elche.ParameterAveraging(), {"lanes": ((0,), (1,))}),
+     slow(elche.ParameterAveraging(optimizer_state="keep", delay=1), {}),
+     slow(elche.ParameterAveraging(), {"exchange": elche.HostExchange()})],
+    ids=["average", "fragments", "lanes", "late", "host"],
+)  # fmt: skip
+def test_model_state_that_overflows_float16_only_when_it_is_merged_is_dropped(averaging, options):
+    """The variance of the devices' means, 600**2, is no float16."""
+
+    def loss(p, state, batch, rng):
+        moved = {"mean": batch.mean().astype("float16"), "var": state["var"] + 1}
+        return p["a"] * p["b"], moved
+
+    train = elche.build_train_step(
+        loss, optax.sgd(0.125), nonfinite="skip", devices=jax.devices()[:2], averaging=averaging,
+        merge="pooled", cadence=elche.Replay([(1, 1)] * 5), **options,
+    )  # fmt: skip
+    begun = {"mean": np.float16(0), "var": np.float16(1)}
+    state = train.init({"a": np.float32(1), "b": np.float32(2)}, model_state=begun)
+    rows = np.repeat(np.float32([0, 1200, *4 * [3, 5]][: 10 if averaging.delay else 4]), 4)
+    with train.windows(rows, 4, shuffle=False) as windows:
+        seen = []
+        for window in windows:
+            state, metrics = train(state, window)
+            seen.append(bool(metrics["finite"]))
+    # late: devices continue from their own states, whose distance is halved in each window
+    assert seen == ([True, *3 * [False], True] if averaging.delay else [False, True])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.model_state))
+    if averaging.delay == 0:
+        assert [x.tolist() for x in state.model_state.values()] == [[4.0, 4.0], [3.0, 3.0]]
+
+
 # windows whose exchange is late
 
 
