@@ -150,7 +150,8 @@ class LocalRule(Rule):
         error, worked = self._pick(kept.error, part), (steps > 0) & done.own
         payload, error = encode(progress, error, worked, self.compression)
         weight = sums["weight"]
-        g, x = packed(jnp, decoded(payload), list(map(wide, base)))
+        # like the parameters: what compressed payloads are decoded to has one dtype, float32
+        x, g = packed(jnp, list(map(wide, base)), decoded(payload))
         ends = [start - less.astype(start.dtype) for start, less in zip(x, g, strict=True)]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)

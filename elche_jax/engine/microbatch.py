@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from elche_jax.engine.bits import wide, wide_dtype
@@ -234,7 +236,11 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any) -> PyTree:
     if max_norm is None:
         return grads
     # the norm of the quotients: squares of `grads` may overflow, or be flushed to 0
-    norm = optax.tree.norm(jax.tree.map(lambda g: g / weight.astype(g.dtype), grads))
+    dtypes = [g.dtype for g in jax.tree.leaves(grads)]
+    dtype = reduce(np.promote_types, dtypes, np.dtype(np.float32))
+    norm = optax.tree.norm(
+        jax.tree.map(lambda g: (g / weight.astype(g.dtype)).astype(dtype), grads)
+    )
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     factor = computed_once(jnp.where(jnp.isfinite(norm), factor, jnp.nan))

@@ -57,7 +57,9 @@ def weighted_averager(fleet: Fleet) -> Callable[[PyTree, np.ndarray], PyTree]:
         trees, weights = zip(*parts, strict=True)
         own = jax.tree.map(lambda *lanes: sum(lanes), *trees), sum(weights)
         summed, total = own if fleet.job.one_process else packed_psum(own, AXIS)
-        return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, like), None
+        return jax.tree.map(
+            lambda s, leaf: (s / jnp.asarray(total, s.dtype)).astype(leaf.dtype), summed, like
+        ), None
 
     sums = [lane.mapped(partial(lane_sum, lane)) for lane in fleet.lanes]
     lead = fleet.lead.devices[0]

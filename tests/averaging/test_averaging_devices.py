@@ -340,6 +340,26 @@ def test_microbatches_without_weight_are_no_steps():
     assert [m["share"].tolist() for m in metrics] == [[1.0, 0.0], [0.5, 0.5]]
 
 
+@pytest.mark.parametrize("compression", ["bfloat16", slow("int8")])
+def test_compressed_parameters_of_two_dtypes(compression):
+    train = elche.build_train_step(
+        lambda p, batch, rng: (p["a"] - 1).astype("float64").sum() + p["b"].sum(), optax.sgd(0.125),
+        devices=jax.devices()[:2], averaging=elche.ParameterAveraging(compression=compression),
+        cadence=elche.Replay([(1, 1)]),
+    )  # fmt: skip
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        state = train.init({"a": np.ones(3, "float32"), "b": np.ones(2, "float64")})
+        for window in train.windows(np.zeros(4, "float32"), 2):
+            state, metrics = train(state, window)
+    assert metrics["finite"]
+    assert {name: leaf.dtype.name for name, leaf in state.params.items()} == {
+        "a": "float32",
+        "b": "float64",
+    }
+    np.testing.assert_allclose(state.params["a"], np.full((2, 3), 0.875), rtol=1e-6)
+    np.testing.assert_allclose(state.params["b"], np.full((2, 2), 0.875), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "rule",
     [slow(elche.ParameterAveraging(), id="plain"),

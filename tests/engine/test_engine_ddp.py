@@ -9,6 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 import elche_jax as elche
 from elche_jax._processes import PROCESSES
+from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.reductions import weighted_averager
 
 DEVICES = jax.devices()[:3]
 DDP3 = elche.DDP(DEVICES)  # compiled once per shapes, over all tests
@@ -259,6 +261,17 @@ def test_weights_of_64_bits():
             assert out.dtype == np.float64
             want = np.average(rows, axis=0, weights=counts)
             np.testing.assert_allclose(out, [want] * 3, rtol=1e-15)
+
+
+def test_means_over_lanes_of_two_dtypes():
+    lanes = lanes_of(DEVICES, [0, 0, 1])
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        rows = np.array([[1.0], [2.0], [4.0]])
+        tree = lanes.put({"a": rows.astype("float32"), "b": rows})
+        for dtype in ("float32", "float64"):
+            out = weighted_averager(lanes)(tree, lanes.put(np.array([1, 1, 2], dtype)))
+            assert [leaf.dtype.name for leaf in out.values()] == ["float32", "float64"]
+            assert [np.asarray(leaf).tolist() for leaf in out.values()] == 2 * [3 * [[2.75]]]
 
 
 def test_floats_of_8_bits():

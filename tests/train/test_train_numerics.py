@@ -220,9 +220,14 @@ def test_small_arrays_are_summed_together_and_clipped_with_the_rest():
 
 def test_clipped_gradients_keep_the_dtypes_of_their_parameters():
     """The norm of gradients of two dtypes has the wider one; a pending gradient its own."""
-    with jax.enable_x64(True):
+
+    def loss(params, batch, rng):
+        out = batch["x"].astype("float32") @ params["w"]
+        return out.mean().astype("float64") + params["wide"].sum()
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         train = elche.build_train_step(
-            linear_loss, optax.sgd(1.0), devices=jax.devices()[:2],
+            loss, optax.sgd(1.0), devices=jax.devices()[:2],
             cadence=elche.Replay([(3, 1)] * 2),
             averaging=elche.MeanGradient(delay=1), config=elche.DDPConfig(max_grad_norm=1.0),
         )  # fmt: skip
