@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.data.convert import check_plain
 from elche_jax.engine.bits import check_integers, check_numbers, is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.lane import Lanes
@@ -122,6 +123,8 @@ class DDP:
         ddp = cls(devices)
         replicas = check.items("DDP.wrap", "replicas", replicas, "pytrees")
         check.per_device("DDP.wrap", "replicas", len(replicas), len(ddp.ranks))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(replicas)[0]:
+            check_plain(path, leaf, "DDP.wrap: replicas")
         for rank, replica in enumerate(replicas[1:], start=1):
             differs = difference(*jax.tree.map(_as_array, (replica, replicas[0])))
             if differs:
@@ -376,6 +379,7 @@ class DDP:
                     f"{jax.tree_util.keystr(path) or 'tree'} was donated to an earlier call. Use "
                     "what that call returned, or pass it a copy (leaf.copy())."
                 )
+            check_plain(path, leaf, f"DDP.{name}: tree")
             if isinstance(leaf, np.ndarray):  # arrays on a device are converted already
                 check_integers(
                     f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf

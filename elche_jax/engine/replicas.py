@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.data.convert import check_plain, name_of
 from elche_jax.engine.bits import check_numbers, is_key, raw, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
@@ -36,7 +37,7 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         object that behaves like such an array.
 
     Raises:
-        TypeError: If `devices` is not a sequence of devices, or a leaf is not numeric.
+        TypeError: If `devices` is not a sequence of devices, or a leaf is not numeric, or masked.
         ValueError: If there is no device, one appears twice, or an integer does not fit 32 bits
             and 64-bit types are disabled.
 
@@ -53,15 +54,15 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
 def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
     """Copy a pytree to every device of a fleet, see `replicate`."""
 
-    def copy(name: str, leaf: Any) -> StackedArray:
+    def copy(path: Any, leaf: Any) -> StackedArray:
         if is_key(leaf):
-            return with_type_of(leaf, copy(name, raw(leaf)))
+            return with_type_of(leaf, copy(path, raw(leaf)))
+        check_plain(path, leaf, "replicate: tree")
         row = np.array(leaf)[None]  # a copy, as CPU devices may alias host memory
-        check_numbers("replicate", name, row)
+        check_numbers("replicate", name_of(path, "tree"), row)
         return fleet.copies(row)
 
-    copies = [copy(name, leaf) for name, leaf in named(tree)]
-    return jax.tree.structure(tree).unflatten(copies)
+    return jax.tree_util.tree_map_with_path(copy, tree)
 
 
 def hold_over(fleet: Fleet, tree: PyTree) -> PyTree:

@@ -280,6 +280,22 @@ def test_floats_of_8_bits():
     assert out.dtype == rows.dtype and out.astype("f").tolist() == [[2.75]] * 3
 
 
+@pytest.mark.parametrize(
+    ("call", "where", "leaf"),
+    [
+        (DDP3.replicate, "replicate: tree", r"\['w'\]"),
+        (lambda tree: elche.DDP.wrap(3 * [tree], DEVICES), "DDP.wrap: replicas", r"\[0\]\['w'\]"),
+        (DDP3.sync_params, "DDP.sync_params: tree", r"\['w'\]"),
+        (DDP3.map(lambda tree: tree), "DDP.map: tree", r"\[0\]\['w'\]"),
+    ],
+)
+def test_masked_arrays_are_named(call, where, leaf):
+    masked = np.ma.masked_array([1.0, 2.0, 3.0], [0, 1, 0])
+    message = rf"^{where}: every leaf must be a plain array, but leaf {leaf} is a masked one"
+    with pytest.raises(TypeError, match=message):
+        call({"w": masked})
+
+
 @pytest.mark.parametrize("name", ["all_reduce_gradients", "sync_params"])
 def test_reductions_need_all_processes(name, monkeypatch):
     ddp = elche.DDP(jax.devices()[:2])
