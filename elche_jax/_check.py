@@ -415,7 +415,7 @@ def _stated(kind: type, name: str) -> Field[Any] | None:
 
 
 def keep_checked(config: object, name: str, rule: Callable[..., Any], **bounds: Any) -> None:
-    """Check a field of a frozen dataclass and store it as plain numbers.
+    """Check a field of a frozen dataclass and store it as plain numbers, unless it is a property.
 
     Args:
         config: The dataclass, in its ``__post_init__``.
@@ -428,7 +428,8 @@ def keep_checked(config: object, name: str, rule: Callable[..., Any], **bounds: 
         ValueError: If the value is not finite, or out of range.
     """
     value = rule(type(config).__name__, name, getattr(config, name), **bounds)
-    object.__setattr__(config, name, value)
+    with suppress(AttributeError):  # a user's class may compute it, in a property
+        object.__setattr__(config, name, value)
 
 
 def is_address(text: str) -> bool:

@@ -141,6 +141,21 @@ def test_attributes_of_a_rule_of_ones_own(attributes, kind, message):
         build(rule)
 
 
+def test_attributes_of_a_rule_that_are_properties():
+    class Own(elche.AveragingRule):
+        exponent = property(lambda self: np.float32(0.5))
+        fragments = property(lambda self: self.parts)
+        parts = 1
+
+    train = build(rule := Own())
+    state = train.init(params())
+    _, metrics = train(state, next(train.windows(data(), BATCH)))
+    assert metrics["finite"]
+    rule.parts = 0
+    with pytest.raises(ValueError, match=r"^Own: fragments must be at least 1, got 0\.$"):
+        build(rule)
+
+
 def takes_value(updates, state, params=None, *, value):
     return updates, state
 
