@@ -290,7 +290,7 @@ def test_data_that_are_read_otherwise(name, changed, message, form, plain_run):
     if form == "json":
         cursor = elche.Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
     asked = {"data": data(), "batch_size": 2} | changed
-    with pytest.raises(ValueError, match=rf"^windows: {message}\. Keep that value"):
+    with pytest.raises(ValueError, match=rf"^windows: {message}\. Pass that value"):
         train.windows(asked.pop("data"), epochs=2, cursor=cursor, **asked)
     train.windows(data(), 2, epochs=2, cursor=cursor).close()
 

@@ -117,7 +117,7 @@ def test_a_cursor_of_data_that_were_read_otherwise(changed, message, stored):
         cursor = elche.Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
     asked = {"batch_size": 4, "seed": 3, "epochs": 2, "cursor": cursor}
     with pytest.raises(
-        ValueError, match=rf"^windows: {message}\. Keep that value, or start without the cursor"
+        ValueError, match=rf"^windows: {message}\. Pass that value, or start without the cursor"
     ):
         windows(**asked | changed)
     windows(**asked).close()
