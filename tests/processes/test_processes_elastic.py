@@ -115,8 +115,8 @@ def test_as_many_processes_as_are_wanted(how, sizes, alone, tmp_path):
 @pytest.mark.parametrize(
     ("kill", "others", "repeated"),
     [
-        ([11, 0], "ended", [8, 9, 10]),  # all go on from the last checkpoint
-        ([7, 1], "asked to save and to end", []),
+        ([11, 0], "ending the others", [8, 9, 10]),  # all go on from the last checkpoint
+        ([7, 1], "the others are asked to save and to end", []),
     ],
 )
 def test_a_process_that_was_lost_comes_back(kill, others, repeated, alone, tmp_path):
@@ -124,7 +124,7 @@ def test_a_process_that_was_lost_comes_back(kill, others, repeated, alone, tmp_p
         assert job.ended() == 0, "".join(job.err)
     assert job.said == [
         "generation 1: 2 processes",
-        f"process {kill[1]} ended with SIGKILL, the others are {others}",
+        f"process {kill[1]} ended with SIGKILL, {others}",
         "generation 2: 2 processes, resuming",
     ]
     check(tmp_path, alone, job.out, [2], repeated)
