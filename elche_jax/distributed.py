@@ -87,7 +87,7 @@ def initialize(
 
     Examples:
         >>> import elche_jax as elche
-        >>> elche.distributed.initialize(num_processes=1, process_id=0)  # nobody to join
+        >>> elche.distributed.initialize(num_processes=1, process_id=0)  # no other to join
     """
     where = "distributed.initialize"
     address = _address(coordinator_address)

@@ -232,7 +232,7 @@ class Trainer:
                     result = session.run()
             except BaseException as error:
                 control.finish(error=error)
-            else:  # last: whoever learns of the end may begin the next run at once
+            else:  # last: the next run may begin as soon as the end is known
                 control.finish(result)
 
         return run, control
