@@ -104,7 +104,7 @@ class Checkpointer:
         self._shared: BaseException | None = None  # the same, once all processes know it
         self._closed = False
         self._step: int | None = None
-        self._run: int | None = None  # that `_step` belongs to, see `TrainStep.runs`
+        self._run: int | None = None  # that `_step` belongs to, see `TrainStep.run`
         self._last = time.monotonic()
         self._stack = ExitStack()  # what `close` undoes
         self._created: list[Path] = []
@@ -173,7 +173,7 @@ class Checkpointer:
                 return state, None, {}
             notes, state = saved.notes, state_of(saved, self._train, state, self._folder)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
-        self._step, self._run = saved.step, self._train.runs
+        self._step, self._run = saved.step, self._train.run
         logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
         return state, Cursor.from_dict(notes["cursor"]), notes["notes"]
 
@@ -322,7 +322,7 @@ class Checkpointer:
             raise ValueError(check.message("Checkpointer.save", "window", rule, window.index, todo))
         step = window.index + 1
         # another run's window of this number is not what was saved: `_check_free` rejects it
-        saved = self._step == step and self._run == self._train.runs
+        saved = self._step == step and self._run == self._train.run
         if not self._opened or not (force or due) or saved:
             return False
         self._train.check_state(state, "Checkpointer.save", pipeline.runner.state)
@@ -340,7 +340,7 @@ class Checkpointer:
                 after = max(self._store.steps, default=-1)
                 self._memory.keep(step, after, content)
             self._wait_or_raise()
-        self._step, self._run, self._last = step, self._train.runs, time.monotonic()
+        self._step, self._run, self._last = step, self._train.run, time.monotonic()
         for wish in ("save", "wrote", "lost"):  # of the previous checkpoint, which all know about
             pipeline.wishes.clear(wish)
         if self._store is not None:  # only the first process writes

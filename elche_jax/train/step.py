@@ -50,7 +50,6 @@ class TrainStep(Scheduled):
     Attributes:
         devices: The devices of the job, in rank order.
         fleet: The devices of this process, in lanes.
-        runs: Number of runs begun by `init`.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class TrainStep(Scheduled):
         cadence: Cadence[Any],
         options: Options,
     ):
-        self.fleet, self.devices, self.runs = fleet, fleet.job.devices, 0
+        self.fleet, self.devices = fleet, fleet.job.devices
         devices = self.devices
         self._optimizer, self._options, self._calls = optimizer, options, Calls(fleet.job)
         rest = rest_of(fleet, cadence)
@@ -87,6 +86,11 @@ class TrainStep(Scheduled):
     def world_size(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    @property
+    def run(self) -> int:
+        """Number of the run; `init` and `restore_run` begin a new one."""
+        return self._scheduler.run
 
     @property
     def counts_history(self) -> list[tuple[int, ...]]:
@@ -174,7 +178,6 @@ class TrainStep(Scheduled):
             self._divergence = divergence_reader(self._options, self.devices)
             self._average = None
             self._scheduler.restart()
-            self.runs += 1
             return state
 
     def windows(
