@@ -243,6 +243,8 @@ def test_ten_times_the_timeout_is_no_hang():
     for kind in ("data", "window", "exchange"):
         first = noted(kind, window=4, first=4)
         assert stuck_after([(10 * T, [noted("exchange", window=4, first=4), first])]) is None
+    outside = noted("exchange", running=False)
+    assert stuck_after([(10 * T, [outside, outside])]) is None, "the program of its first exchange"
 
 
 @pytest.mark.parametrize("one", [Noted(), noted()])
@@ -286,6 +288,12 @@ def test_a_collective_in_which_all_wait():
     assert str(stuck) == (
         'all processes waited for each other for 31 s in window 9, phase "exchange": killed'
     )
+
+
+def test_a_collective_in_which_all_wait_outside_of_a_run():
+    outside = noted("exchange", running=False)
+    when, stuck = stuck_after([(100 * T, [outside, outside])])
+    assert (stuck.process, stuck.window, MORE * T < when <= MORE * T + 2) == (None, None, True)
 
 
 def test_not_all_wait():

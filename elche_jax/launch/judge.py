@@ -13,8 +13,9 @@ WAITS = {"connect", "leave", "exchange"}
 """Phases in which a process waits for others."""
 
 LONG = {"start-up", "connect", "leave", "compile", "restore", "checkpoint", "loop"}
-"""Phases with a limit of `MORE` timeouts, like all phases of the first window. `"start-up"` lasts
-until the first note. In `"loop"` a process is in the middle of a run and in no other phase."""
+"""Phases with a limit of `MORE` timeouts, like all phases of the first window, and an exchange
+outside of a run. `"start-up"` lasts until the first note. In `"loop"` a process is in the middle of
+a run and in no other phase."""
 
 STOPPED = "stopped"
 """The phase of a process that a signal has stopped, which it cannot note itself."""
@@ -150,8 +151,10 @@ class Judge:
 
     def _limit(self, phase: Phase, noted: Noted) -> float:
         """Return how many seconds a phase may last."""
-        first = _window(phase, noted) == noted.first
-        return self.timeout * (MORE if phase.kind in LONG or first else 1)
+        window = _window(phase, noted)
+        # outside of a run, an exchange may be the first one, which compiles its program
+        long = phase.kind in LONG or (window is None and phase.kind in WAITS)
+        return self.timeout * (MORE if long or window == noted.first else 1)
 
 
 def _since(before: Since, seen: Seen, elapsed: float) -> Since:
