@@ -45,9 +45,9 @@ def test_the_others_say_what_happened_and_go_on(tmp_path):
 
 
 HANGS = {
-    "stop": (0.5, '1 s in window 4, phase "loop", stopped by a signal'),
-    "window": (0.5, '1 s in window [0-9]+, phase "window"'),
-    "loop": (0.5, '10 s in window 4, phase "loop"'),
+    "stop": (2, '[23] s in window 4, phase "loop", stopped by a signal'),
+    "window": (2, '[23] s in window [0-9]+, phase "window"'),
+    "loop": (1, '2[0-9] s in window 4, phase "loop"'),
     "restore": (0.3, '6 s in phase "restore"'),
     "compile": (0.3, '6 s in window 0, phase "compile"'),
     "start-up": (0.3, '6 s in phase "start-up"'),
@@ -88,9 +88,9 @@ def test_stopped_at_random_moments(seeds, tmp_path):
 
 @pytest.mark.slow
 def test_a_collective_in_which_all_wait(tmp_path):
-    done = launched(tmp_path, 0.5, {"0": {"exchange": 0}, "1": {"exchange": 0}})
+    done = launched(tmp_path, 2, {"0": {"exchange": 0}, "1": {"exchange": 0}})
     assert done.returncode == 128 + signal.SIGKILL
-    said = r"all processes waited for each other for 1 s in window \d+, phase \"exchange\": killed"
+    said = r'all processes waited for each other for [23] s in window \d+, phase "exchange": killed'
     assert re.search(f"^elche-jax launch: {said}$", done.stderr, re.MULTILINE)
     assert "no progress" not in done.stderr
 
@@ -98,7 +98,7 @@ def test_a_collective_in_which_all_wait(tmp_path):
 @pytest.mark.slow  # test_progress.py has what each phase may take
 @pytest.mark.further  # half a minute of waiting
 def test_what_takes_ten_times_as_long_is_no_hang(tmp_path):
-    timeout, long = 0.7, 7.0
+    timeout, long = 1.2, 12.0
     first = {name: long for name in ("restore", "compile", "loop")}
     second = {name: long for name in ("start-up", "first batch")}
     done = launched(tmp_path, timeout, {"0": first, "1": second})
