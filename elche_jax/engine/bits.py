@@ -136,8 +136,10 @@ def as_bits(leaf: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array
     dtype = leaf.dtype
     if dtype == jnp.bool_:
         return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:  # bitcasts reject these
-        return leaf.astype(jnp.int32), lambda bits: bits.astype(dtype)
+    if _bits_of(dtype) < 8:  # bitcasts reject these
+        wider = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+        bits, wider_back = as_bits(leaf.astype(wider))
+        return bits, lambda bits: wider_back(bits).astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([leaf.real, leaf.imag])
         bits, parts_back = as_bits(parts)

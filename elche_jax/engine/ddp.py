@@ -16,7 +16,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import check_integers, check_numbers, is_float, raw, with_type_of
+from elche_jax.engine.bits import check_numbers, is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.lane import Lanes
 from elche_jax.engine.laned import StackedArray
@@ -24,6 +24,7 @@ from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reductions import broadcaster, weighted_averager
 from elche_jax.engine.replicas import replicate_over
+from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.shapes import difference, one_of, signature
 from elche_jax.engine.timed import Watches, WindowTimer
 from elche_jax.engine.traced import no_named_axis
@@ -123,7 +124,7 @@ class DDP:
         ddp = cls(devices)
         replicas = check.items("DDP.wrap", "replicas", replicas, "pytrees")
         check.per_device("DDP.wrap", "replicas", len(replicas), len(ddp.ranks))
-        for path, leaf in jax.tree_util.tree_flatten_with_path(replicas)[0]:
+        for path, leaf in named_leaves("DDP.wrap", "replicas", replicas):
             check_plain(path, leaf, "DDP.wrap: replicas")
         for rank, replica in enumerate(replicas[1:], start=1):
             differs = difference(*jax.tree.map(_as_array, (replica, replicas[0])))
@@ -365,7 +366,7 @@ class DDP:
     def _check(
         self, name: str, tree: PyTree, todo: str = "Make it with replicate, or in a pmap."
     ) -> None:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        for path, leaf in named_leaves(f"DDP.{name}", "tree", tree):
             if np.shape(leaf)[:1] != (len(self.ranks),) or not hasattr(leaf, "dtype"):
                 raise ValueError(
                     f"DDP.{name}: every leaf must be stacked, with one entry per device "
@@ -381,9 +382,7 @@ class DDP:
                 )
             check_plain(path, leaf, f"DDP.{name}: tree")
             if isinstance(leaf, np.ndarray):  # arrays on a device are converted already
-                check_integers(
-                    f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf
-                )
+                check_numbers(f"DDP.{name}", jax.tree_util.keystr(path) or "tree", leaf)
 
 
 def _check_donated(args: tuple[PyTree, ...], donated: Sequence[int]) -> None:

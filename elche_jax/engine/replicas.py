@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.data.convert import check_plain, name_of
+from elche_jax.data.convert import check_plain, name_of, sorted_keys
 from elche_jax.engine.bits import check_numbers, is_key, raw, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
@@ -62,7 +62,8 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
         check_numbers("replicate", name_of(path, "tree"), row)
         return fleet.copies(row)
 
-    return jax.tree_util.tree_map_with_path(copy, tree)
+    with sorted_keys("replicate", "tree"):
+        return jax.tree_util.tree_map_with_path(copy, tree)
 
 
 def hold_over(fleet: Fleet, tree: PyTree) -> PyTree:

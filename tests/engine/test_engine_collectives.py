@@ -129,6 +129,7 @@ EVERY_DTYPE = [
     np.array([[-128, 127], [5, 6]], np.int8),
     jnp.array([[-8, 7, -1], [5, 6, 0]], jnp.int4),
     jnp.array([[15, 0, 8], [5, 6, 1]], jnp.uint4),
+    jnp.array([[-0.0, 6, 0.5], [1, 1.5, -3]], jnp.float4_e2m1fn),
     np.array([[True, False], [True, True]]),
     np.array([[1 - 2j, -0.0j], [3j, 4]], np.complex64),
 ]

@@ -185,6 +185,26 @@ ONE = {"w": np.ones(2, "float32")}
             lambda: DDP3.sync_params(np.full((3, 1), 2**40)), ValueError,
             r"^DDP\.sync_params: integers must fit int32, .* got 1099511627776 in leaf tree\.",
         ),
+        (
+            lambda: DDP3.sync_params({"w": np.array(["a", "b", "c"])}), TypeError,
+            r"^DDP\.sync_params: every leaf must be an array of numbers, but leaf \['w'\] is",
+        ),
+        (
+            lambda: DDP3.all_reduce_gradients(np.ones((3, 2), np.longdouble)), TypeError,
+            r"^DDP\.all_reduce_gradients: every leaf must be an array of numbers, but leaf tree is",
+        ),
+        (
+            lambda: DDP3.sync_params({"w": np.ones(3), 1: np.ones(3)}), TypeError,
+            r"^DDP\.sync_params: dicts in tree must have keys of one type, as JAX sorts them, got",
+        ),
+        (
+            lambda: elche.DDP.wrap(3 * [{"w": np.ones(3), 1: np.ones(3)}], DEVICES), TypeError,
+            r"^DDP\.wrap: dicts in replicas must have keys of one type, as JAX sorts them, got",
+        ),
+        (
+            lambda: DDP3.replicate({"w": np.ones(3), 1: np.ones(3)}), TypeError,
+            r"^replicate: dicts in tree must have keys of one type, as JAX sorts them, got several",
+        ),
     ],
 )  # fmt: skip
 def test_errors(call, error, message):
@@ -272,6 +292,14 @@ def test_means_over_lanes_of_two_dtypes():
             out = weighted_averager(lanes)(tree, lanes.put(np.array([1, 1, 2], dtype)))
             assert [leaf.dtype.name for leaf in out.values()] == ["float32", "float64"]
             assert [np.asarray(leaf).tolist() for leaf in out.values()] == 2 * [3 * [[2.75]]]
+
+
+def test_replicas_of_floats_of_4_bits_are_compared():
+    rows = jnp.array([[1.0], [1.0], [1.5]], jnp.float4_e2m1fn)
+    alike = DDP3.sync_params(stacked(*rows))
+    elche.check_replicas(alike)
+    with pytest.raises(elche.ReplicaMismatch, match="leaf tree on cpu:2 differs from cpu:0 in 1 "):
+        elche.check_replicas(stacked(*rows))
 
 
 def test_floats_of_8_bits():
