@@ -333,11 +333,13 @@ def entries_of(state: S, ranks: Sequence[int]) -> S:
         FixedTotalState(counts=(5,), ms_per_batch=(3.0,), idle=())
     """
     size = len(state.counts)
+    # a user's state may have lists or arrays here
+    measures = getattr(state, "ms_per_batch", None) is not None
+    always = {"counts", "ms_per_batch"} if measures else {"counts"}
     kept = {
         name: tuple(value[rank] for rank in ranks)
         for name, value in vars(state).items()
-        # counts may also be a list or an array
-        if name == "counts" or (isinstance(value, tuple) and len(value) == size)
+        if name in always or (isinstance(value, tuple) and len(value) == size)
     }
     return replace(cast(Any, state), **kept)
 

@@ -7,7 +7,7 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import median_low
-from typing import Any, cast
+from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import STABLE, Cadence, Verdict, WindowReport
@@ -253,8 +253,8 @@ class Scheduler:
     def learn(self, state: SchedulerState, report: WindowReport) -> SchedulerState:
         """Return the state updated with times that a window's update did not have.
 
-        If the cadence keeps estimates, only they change, and the counts that follow from them;
-        otherwise `Cadence.learn` decides what changes.
+        If the cadence's state has a field for its estimates, only they change, and the counts
+        that follow from them; otherwise `Cadence.learn` decides what changes.
 
         Args:
             state: The current state; it is not modified.
@@ -267,7 +267,7 @@ class Scheduler:
             >>> scheduler.learn(scheduler.init(2), report).cadence.ms_per_batch
             (9.0, 6.0)
         """
-        if not self.cadence.estimates:
+        if not (self.cadence.estimates and _replaces(state.cadence, "ms_per_batch")):
             learnt = self.cadence.learn(state.cadence, report)
             return replace(state, cadence=self._checked("learn", learnt))
         ms = as_times(update_ms(state.cadence.ms_per_batch, report))
@@ -299,8 +299,8 @@ class Scheduler:
         """
         after: Any = self.cadence.recalibrate(state)
         missing = missed(report, state.counts)
-        # a user's state may be an object that `replace` does not know
-        if not (any(missing) and is_dataclass(cast(object, after))):
+        # a user's state may be an object that `replace` does not know, or derive its estimates
+        if not (any(missing) and _replaces(after, "ms_per_batch")):
             return after
         times = zip(state.ms_per_batch, after.ms_per_batch, missing, strict=True)
         kept = tuple(old if miss else new for old, new, miss in times)
@@ -366,6 +366,11 @@ class Scheduler:
             raise ValueError(check.message(where, "sync_ms", rule, len(costs)))
         parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift, "sync_ms": costs}
         return SchedulerState(**parts)
+
+
+def _replaces(state: Any, name: str) -> bool:
+    """Return whether `replace` can set an attribute of a state: not a property."""
+    return is_dataclass(state) and any(one.name == name and one.init for one in fields(state))
 
 
 def missed(report: WindowReport, planned: Sequence[int]) -> tuple[bool, ...]:

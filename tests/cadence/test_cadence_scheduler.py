@@ -188,6 +188,63 @@ def test_a_users_counts_may_be_a_list_or_an_array(kind):
     assert states[0][0]["settled"] and states[0][0]["cadence"]["counts"] == [10, 29, 15]
 
 
+@dataclass(frozen=True)
+class Listed:
+    counts: list
+    ms_per_batch: list
+
+
+@dataclass(frozen=True)
+class Derived:
+    counts: tuple
+    times: tuple
+
+    @property
+    def ms_per_batch(self):
+        return self.times
+
+
+class Measuring(Cadence):
+    """A user's cadence, whose state has its estimates in a field of another name or type."""
+
+    estimates = True
+
+    def __init__(self, kind):
+        self.kind, self.entries = kind, list if kind is Listed else tuple
+
+    def init(self, world_size):
+        return self.kind(self.entries([2] * world_size), self.entries([None] * world_size))
+
+    def update(self, state, report, verdict=STABLE):
+        return self._with(state, as_times(update_ms(state.ms_per_batch, report)))
+
+    def recalibrate(self, state):
+        return self._with(state, [None] * len(state.counts))
+
+    def replan(self, state):
+        return state
+
+    def _with(self, state, times):
+        return self.kind(state.counts, self.entries(times))
+
+
+@pytest.mark.parametrize("kind", [Listed, Derived])
+def test_a_users_estimates_may_be_a_list_or_a_property(kind):
+    scheduler = Scheduler(Measuring(kind))
+    state = run(scheduler, scheduler.init(3), (1.0, 1.0, 1.0), 4)
+    for _ in range(2):  # device 2 rests while device 0 becomes slower
+        state = scheduler.update(state, WindowReport((6.0, 2.0, 0.0), (2, 2, 0), sync_ms=0.0))
+    assert state.shifts == 1
+    assert [*state.cadence.ms_per_batch] == [3.0, 1.0, 1.0 if kind is Listed else None]
+    late = WindowReport((6.0, 2.0, 4.0), (2, 2, 2), sync_ms=0.0)
+    assert scheduler.learn(state, late).cadence.ms_per_batch[0] == 3.0
+    left = scheduler.without(state, [1])
+    if kind is Listed:
+        assert [*left.cadence.counts] == [2, 2] and [*left.cadence.ms_per_batch] == [3.0, 1.0]
+        after = scheduler.update(left, WindowReport((6.0, 2.0), (2, 2), sync_ms=0.0))
+        assert after.cadence.ms_per_batch == [3.0, 1.0]
+
+
 def test_a_users_state_that_is_no_dataclass_may_miss_devices():
     scheduler = Scheduler(Tuples())
     state = run(scheduler, scheduler.init(2), (1.0, 1.0), 3)
