@@ -67,12 +67,13 @@ class Checkpoints(check.CheckedFields):
         if self.folder is None:
             return None
         found = check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
+        whole = str(found.absolute())
         try:
-            str(found).encode()
+            whole.encode()
         except UnicodeEncodeError as error:
             rule, todo = "be valid UTF-8", "Orbax can write to no other."
             raise ValueError(
-                check.message("Checkpoints", "folder", rule, repr(str(found)), todo)
+                check.message("Checkpoints", "folder", rule, repr(whole), todo)
             ) from error
         return found
 

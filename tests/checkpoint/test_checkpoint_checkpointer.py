@@ -280,7 +280,7 @@ def test_a_damaged_one_is_passed_over(train, tmp_path, caplog):
     [
         ({"folder": 3}, TypeError, r"folder must be a path or None, got "),
         ({"folder": "runs/\udcff"}, ValueError,
-         r"folder must be valid UTF-8, got 'runs/\\udcff'\. Orbax can write to no other\."),
+         r"folder must be valid UTF-8, got '.*/runs/\\udcff'\. Orbax can write to no other\."),
         ({"every_windows": 0}, ValueError, r"every_windows must be at least 1, got 0\."),
         ({"every_windows": 1.5}, TypeError, r"every_windows must be an integer, got 1\.5"),
         ({"every_epochs": 0}, ValueError, r"every_epochs must be at least 1, got 0\."),
@@ -757,3 +757,11 @@ def test_an_interrupt_of_the_wait_does_not_give_a_checkpoint_up(train, windows8,
     go.set()
     saver.close()
     assert saver.written == 3 and steps(tmp_path) == [3]
+
+
+def test_a_working_directory_whose_name_is_not_valid_utf_8(tmp_path, monkeypatch):
+    folder = os.path.join(os.fsencode(tmp_path), b"\xff")
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"folder must be valid UTF-8, got '.*udcff/run'\. Orbax"):
+        _ = elche.Checkpoints("run").path
