@@ -119,8 +119,10 @@ class CompileCache:
         waits, new, program = 0, False, _Program()  # an interrupt may precede the count
         try:
             with self._changed:  # under one lock: a `clear` in between would leave no builder
-                new = at not in self._programs
-                program = self._programs.setdefault(at, program)
+                known = self._programs.get(at)
+                # one that failed ahead of need, which was logged, is tried again
+                new = known is None or (known.error is not None and at not in self._begun)
+                program = self._programs[at] = program if known is None or new else known
                 self._waited_for, waits = self._waited_for + 1, 1
                 self._begun.discard(at)
                 if at in self._jobs:  # prepared but not started: build it here
@@ -167,7 +169,7 @@ class CompileCache:
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compile a program in the background; return immediately.
 
-        An error is logged, and raised once the program is requested.
+        An error is logged; once the program is requested, it is compiled again.
         """
         at, build, program = (settings(), key), with_settings(build), _Program()
         with self._changed:  # program and job together: a `get` in between would wait forever

@@ -173,18 +173,21 @@ def test_jobs_are_done_in_order_by_one_thread_that_ends_with_them():
     assert cache.stats.ahead == 6
 
 
-def test_an_error_in_the_background_is_raised_when_the_program_is_asked_for():
+def test_a_program_that_failed_in_the_background_is_compiled_when_it_is_asked_for():
     def failing_compile():
         raise MemoryError("does not fit")
 
     cache = CompileCache()
     cache.prepare("a", failing_compile)
     cache.wait()
+    cache.prepare("a", never)  # not again and again
+    cache.wait()
     assert not cache.ready("a")
     assert cache.stats.ahead == 0
     with pytest.raises(MemoryError, match="does not fit") as caught:
-        cache.get("a", never)
+        cache.get("a", failing_compile)
     assert caught.traceback[-1].name == "failing_compile"
+    assert cache.get("a", lambda: "a") == "a" and cache.ready("a")
 
 
 def test_an_error_does_not_stop_the_background_thread():
@@ -231,7 +234,7 @@ def test_after_an_error_the_next_request_tries_anew():
     cache.prepare("b", build)
     cache.wait()
     with pytest.raises(OSError, match="full"):
-        cache.get("b", never)
+        cache.get("b", build)
     assert not cache.ready("b")
     cache.prepare("b", lambda: "b")
     cache.wait()
