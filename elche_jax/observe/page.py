@@ -163,7 +163,7 @@ def _device_table(report: RunReport) -> str:
         for device, count in zip(report.devices, report.counts, strict=True)
     ]
     head = ["Device", "ms per microbatch", "Count", "Microbatches", "Busy"]
-    caption = "Devices, over the steady windows"
+    caption = "Devices, with times of the steady windows"
     return _table(caption, head, rows, [{} for _ in rows], most=len(rows))
 
 

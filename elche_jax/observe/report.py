@@ -12,13 +12,14 @@ from elche_jax.cadence import WindowMeasurement
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """The figures of one device over the steady windows.
+    """The figures of one device.
 
     Attributes:
         name: Name of the device.
-        ms_per_batch: Median milliseconds per microbatch; None if never measured.
-        microbatches: Number of microbatches it ran.
-        busy_share: Share of the time in which it was busy, 0 to 1.
+        ms_per_batch: Median milliseconds per microbatch over the steady windows; None if never
+            measured.
+        microbatches: Number of microbatches it ran, in all windows.
+        busy_share: Share of the steady windows in which it was busy, 0 to 1.
     """
 
     name: str
@@ -144,15 +145,16 @@ def device_reports(
     records: Sequence[WindowMeasurement], names: Sequence[str]
 ) -> list[DeviceReport]:
     """Return one report per device over some windows."""
-    wall = sum(record.wall_ms for record in records)
+    steady = [record for record in records if record.steady]
+    wall = sum(record.wall_ms for record in steady)
     # Busy times may add up to more than the wall time: the ends of windows are noted by
     # different threads.
     return [
         DeviceReport(
             name,
-            ms_per_batch(records, rank),
+            ms_per_batch(steady, rank),
             sum(record.counts[rank] for record in records),
-            min(1.0, sum(busy_ms(r)[rank] for r in records) / wall) if wall else 0.0,
+            min(1.0, sum(busy_ms(r)[rank] for r in steady) / wall) if wall else 0.0,
         )
         for rank, name in enumerate(names)
     ]
@@ -174,7 +176,7 @@ def make_report(
     exchange_bytes: int = 0,
     frozen_bytes: int = 0,
 ) -> RunReport:
-    """Return the report over the steady windows among some windows.
+    """Return the report over some windows, whose times are those of the steady ones.
 
     Args:
         records: Windows, oldest first.
@@ -188,7 +190,7 @@ def make_report(
     steady = [record for record in records if record.steady]
     seconds = sum(record.wall_ms for record in steady) / 1e3
     return RunReport(
-        devices=tuple(device_reports(steady, names)),
+        devices=tuple(device_reports(records, names)),
         counts=counts,
         windows=len(records),
         examples_per_s=sum(r.examples for r in steady) / seconds if seconds else 0.0,

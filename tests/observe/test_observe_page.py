@@ -178,11 +178,11 @@ def test_figures_and_tables(run16, tmp_path):
     assert shown["Compiling"] == ("0.8 s", "2 waited for, 0 ahead")
     sync, skew = (statistics.median(line[key] for line in steady) for key in ("sync_ms", "skew_ms"))
     assert shown["Synchronising"] == (f"{sync:.2f} ms", f"median; skew {skew:.2f} ms")
-    head, *rows = page.tables["Devices, over the steady windows"]
+    head, *rows = page.tables["Devices, with times of the steady windows"]
     assert head[0] == "Device" and [row[0] for row in rows] == ["a", "b", "c"]
     for rank, row in enumerate(rows):
         ms = statistics.median(line["busy_ms"][rank] / line["counts"][rank] for line in steady)
-        done = sum(line["counts"][rank] for line in steady)
+        done = sum(line["counts"][rank] for line in of(lines, "window"))
         assert row[1:4] == [f"{ms:.2f}", str(of(lines, "window")[-2]["counts"][rank]), str(done)]
     expected = [["0", "10", "700", "0.25", "2,800", "0.22222"]]
     assert page.tables["Epochs"][1:] == expected
@@ -282,7 +282,7 @@ def test_texts_of_the_run_are_texts(tmp_path, made):
     assert "<b>" not in text and not [tag for tag, _ in page.tags if tag == "b"]
     assert page.data["devices"][0] == nasty and page.ids["title"] == page.ids["h1"] == nasty
     assert page.data["metrics"][1]["name"] == nasty
-    rows = page.tables["Devices, over the steady windows"]
+    rows = page.tables["Devices, with times of the steady windows"]
     assert rows[1][0] == nasty and page.tables["Evaluations"][0][-1] == nasty
     assert sum(tag == "script" for tag, _ in page.tags) == 2
     assert not set("<>&") & set(page.ids["data"])
@@ -339,7 +339,8 @@ def test_devices_that_changed(tmp_path, made):
     assert page.data["devices"] == ["a", "x", "c"]  # the last one of each rank
     assert page.data["curves"]["counts"][2][4:] == [None] * 4
     assert "speeds and shares are those of the last 4 windows" in text
-    assert [row[0] for row in page.tables["Devices, over the steady windows"][1:]] == ["a", "x"]
+    _, *rows = page.tables["Devices, with times of the steady windows"]
+    assert [row[0] for row in rows] == ["a", "x"]
 
 
 def test_long_durations(tmp_path, made):

@@ -95,15 +95,16 @@ def test_device_reports_by_hand():
     records = [
         record((4, 1), (40.0, 20.0), 50.0),
         record((3, 0), (30.0, 0.0), 50.0),
+        record((5, 6), (900.0, 900.0), 1000.0, steady=False),
     ]
     assert device_reports(records, ["a", "b"]) == [
-        DeviceReport("a", 10.0, 7, 0.7),
-        DeviceReport("b", 20.0, 1, 0.2),
+        DeviceReport("a", 10.0, 12, 0.7),
+        DeviceReport("b", 20.0, 7, 0.2),
     ]
     assert device_reports([], ["a"]) == [DeviceReport("a", None, 0, 0.0)]
 
 
-def test_report_looks_at_steady_windows():
+def test_times_of_a_report_are_those_of_steady_windows():
     records = [
         record((9, 9), (900.0, 900.0), 1000.0, steady=False, examples=1000, sync_ms=99.0),
         record((4, 2), (40.0, 40.0), 50.0, examples=60, sync_ms=1.0),
@@ -112,7 +113,7 @@ def test_report_looks_at_steady_windows():
     ]
     report = make_report(records, ["a", "b"], (5, 3), COMPILES)
     assert report == RunReport(
-        devices=(DeviceReport("a", 10.0, 12, 0.6), DeviceReport("b", 20.0, 6, 0.6)),
+        devices=(DeviceReport("a", 10.0, 21, 0.6), DeviceReport("b", 20.0, 15, 0.6)),
         counts=(5, 3),
         windows=4,
         examples_per_s=pytest.approx(180 / 0.2),

@@ -87,7 +87,7 @@ def test_elche_finds_the_speeds_and_report_shows_them():
     assert max(times[:2]) < times[2] < times[3]
     report = train.report()
     assert [d.microbatches for d in report.devices] == [
-        sum(r.counts[rank] for r in train.records if r.steady) for rank in range(4)
+        sum(counts[rank] for counts in train.counts_history) for rank in range(4)
     ]
     assert report.limit_share is not None and 0 < report.limit_share <= 1.01
     text = str(report)
