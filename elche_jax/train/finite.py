@@ -90,7 +90,8 @@ GRADIENTS = Wording(
     "rate, or pass nonfinite='skip' to drop such windows and go on.",
     "{dropped} windows in a row were dropped as not finite (max_skips), the last one {name}: "
     "{culprits}. Look at the data, lower the learning rate, or raise max_skips.",
-    "each device's sums were finite, but their total was not, or weighs less than 2**-100",
+    "each device's sums were finite, but their total or the optimizer's update was not, or the "
+    "window weighs less than 2**-100",
     "not finite",
 )
 

@@ -276,21 +276,22 @@ def optimizer_state(
 
     Raises:
         TypeError: `init` or `update` fails on them, or `update` changes the structure, shapes or
-            dtypes of the state. Any exception of the optimizer becomes an error that explains how
-            the optimizer is called.
+            dtypes of the state, or returns updates of another structure or other shapes than the
+            parameters. Any exception of the optimizer becomes an error that explains how the
+            optimizer is called.
     """
 
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
         tx = optax.with_extra_args_support(optimizer)
         grads = jax.tree.map(jnp.asarray, params)
         if name == OUTER:
-            return tx.update(grads, opt_state, params)[1]
+            return tx.update(grads, opt_state, params)
         work = {"microbatches": jnp.int32(0), "examples": jnp.int32(0)}
-        return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads, **work)[1]
+        return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads, **work)
 
     try:
         opt_state = optimizer.init(params)
-        new = jax.eval_shape(update, params, opt_state)
+        updates, new = jax.eval_shape(update, params, opt_state)
     except Exception as error:  # for example, it requires value_fn
         raise TypeError(
             f"TrainStep.init: the {name} must work with update({CALLS[name]}), got "
@@ -301,6 +302,13 @@ def optimizer_state(
         raise TypeError(
             f"TrainStep.init: an update of the {name} must keep the structure, shapes and "
             f"dtypes of its state, got another: {differs}."
+        )
+    if jax.tree.structure(updates) == jax.tree.structure(params):  # they may differ in dtype
+        updates = jax.tree.map(lambda u, p: jax.ShapeDtypeStruct(u.shape, p.dtype), updates, params)
+    if differs := difference(updates, params):
+        raise TypeError(
+            f"TrainStep.init: updates of the {name} must have the structure and shapes of the "
+            f"parameters, got others: {differs}."
         )
     return opt_state
 

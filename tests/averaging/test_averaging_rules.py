@@ -172,6 +172,9 @@ def takes_value(updates, state, params=None, *, value):
         (optax.GradientTransformation(lambda p: jnp.int32(0), lambda g, s, p=None: (g, s + 0.5)),
          r"an update of the outer optimizer of averaging must keep the .* dtypes of its state, got "
          r"another: .*float32"),
+        (optax.stateless(lambda updates, params: jax.tree.map(jnp.ravel, updates[:1])),
+         r"updates of the outer optimizer of averaging must have the structure and shapes of the "
+         r"parameters, got others: "),
     ],
 )  # fmt: skip
 def test_an_outer_optimizer_that_cannot_be_used(outer, message, fragments):

@@ -407,3 +407,18 @@ def test_a_key_may_be_traced(make):
 def test_rng_of_several_keys():
     with pytest.raises(TypeError, match=r"rng must be one key, got an array of shape \(2,\)"):
         build().init(PARAMS, rng=jax.random.split(jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "got"),
+    [
+        (lambda updates: jax.tree.map(jnp.atleast_2d, updates), r"leaf .* is float32\[1, "),
+        (lambda updates: {}, "structure "),
+    ],
+)
+def test_an_optimizer_whose_updates_do_not_fit_the_parameters(fn, got):
+    odd = optax.stateless(lambda updates, params: fn(updates))
+    train = elche.build_train_step(loss_fn, odd, devices=jax.devices()[:1])
+    message = "TrainStep.init: updates of the optimizer must have the structure and shapes of the "
+    with pytest.raises(TypeError, match=rf"^{message}parameters, got others: {got}"):
+        train.init(PARAMS)
