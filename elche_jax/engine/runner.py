@@ -270,6 +270,11 @@ class WindowRunner(FleetRunner):
         """
         return False  # what the devices agree on is computed between two programs
 
+    @property
+    def may_fuse(self) -> bool:
+        """Whether `fuses` returns true once its program is compiled."""
+        return False
+
     @abstractmethod
     def release(self) -> None:
         """Free what is kept on the devices between windows; the next window allocates it again."""
@@ -369,13 +374,18 @@ class Runner(WindowRunner):
 
     def fuses(self, payload: Payload) -> bool:
         """See `WindowRunner.fuses`."""
-        if self._one_program:
+        if not self.may_fuse:
             return False
         last = self._last_program(payload)
         if self._cache.ready(last.key):
             return True
         self._cache.prepare(last.key, self._last_program(shapes_of(payload)).build)
         return False
+
+    @property
+    def may_fuse(self) -> bool:
+        """See `WindowRunner.may_fuse`."""
+        return not self._one_program
 
     @property
     def _one_program(self) -> bool:

@@ -74,6 +74,8 @@ class InFlight:
         metrics: The window's metrics, on the devices, never donated.
         steady: Whether nothing was compiled for it.
         timed: Whether the devices' own times will be known.
+        used: Whether its times are used: not if it would not be timed, but the program of untimed
+            windows is still being compiled.
         tells: The previous window, which this one's exchange reports to the other processes; None
             unless windows are pending.
         rows: What this process reports of this window in the next one's exchange, see
@@ -92,6 +94,7 @@ class InFlight:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     steady: bool = True
     timed: bool = True
+    used: bool = True
     tells: "InFlight | None" = None
     rows: np.ndarray | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
@@ -128,7 +131,7 @@ class InFlight:
             wall_ms=1e3 * (max(ends) - begun),
             sync_ms=times.sync_ms,
             skew_ms=times.skew_ms,
-            steady=self.steady and self.timed,
+            steady=self.steady and self.timed and self.used,
             cold=self.cold,
             **known,
         )

@@ -78,6 +78,8 @@ class Training(Pipeline[WindowRunner]):
             timed = self._timing.timed(self._scheduler.windows, window.counts, window.epoch)
             # asked only if the window is not timed, so a short run never compiles the fused program
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)
+            # tracing and compiling that program disturbs the threads that note times
+            flight.used = timed or not runner.may_fuse
             try:
                 state, flight.metrics, flight.token = runner.run(
                     state, window.calls, flight.launch, fused=not flight.timed

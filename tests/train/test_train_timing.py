@@ -8,6 +8,7 @@ from small import PARAMS, data, loss_fn
 
 import elche_jax as elche
 from elche_jax.cadence import WindowRecord
+from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.lab import EmulatedSpeeds, constant, throttle
 from elche_jax.train.timing import AFTER_A_SURPRISE, EVERY, FIRST, Timing, timing_for
 from elche_jax.trainer.recorder import RunRecorder
@@ -123,3 +124,34 @@ def test_a_throttled_device_gets_less_though_few_windows_are_timed():
     before, after = np.mean(counts[22:30], axis=0), counts[-1]
     assert before[0] / before[1] == pytest.approx(1, rel=0.3)
     assert after[0] / after[1] == pytest.approx(3, rel=0.35)
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_windows_while_the_program_of_untimed_ones_is_compiled(lanes, monkeypatch):
+    """Their times are disturbed, and not used; lanes have no such program."""
+    observed, observe = {}, Timing.observe
+
+    def noted(self, record, timed):
+        observed[record.window] = timed
+        observe(self, record, timed)
+
+    monkeypatch.setattr(Timing, "observe", noted)
+    monkeypatch.setattr(Timing, "timed", lambda self, window, counts, epoch=0: window in (0, 1, 4))
+    prepare = CompileCache.prepare
+    monkeypatch.setattr(CompileCache, "prepare", lambda *_: None)  # it takes until window 6
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1e-3), devices=jax.devices()[:2], cadence=elche.Replay([(1, 1)] * 8),
+        lanes=((0,), (1,)) if lanes else None,
+    )  # fmt: skip
+    state = train.init(PARAMS)
+    for window in train.windows(data(), 4):
+        if window.index == 6:
+            monkeypatch.setattr(CompileCache, "prepare", prepare)
+        state, _ = train(state, window)
+        train._cache.wait()
+    steady = [record.steady for record in train.records]
+    assert steady == [lanes or at in (0, 1, 4) for at in range(8)]
+    if lanes:
+        assert observed == dict.fromkeys(range(8), True)
+    else:
+        assert observed == {0: True, 1: True, 4: True, 7: False}
