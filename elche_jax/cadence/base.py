@@ -333,9 +333,9 @@ def entries_of(state: S, ranks: Sequence[int]) -> S:
         FixedTotalState(counts=(5,), ms_per_batch=(3.0,), idle=())
     """
     size = len(state.counts)
-    # a user's state may have lists or arrays here
-    measures = getattr(state, "ms_per_batch", None) is not None
-    always = {"counts", "ms_per_batch"} if measures else {"counts"}
+    # in a user's state these may be lists or arrays
+    names = "counts", "ms_per_batch"
+    always = {name for name in names if getattr(state, name, None) is not None}
     kept = {
         name: tuple(value[rank] for rank in ranks)
         for name, value in vars(state).items()

@@ -294,8 +294,9 @@ class Scheduler:
     def _recalibrated(self, state: Any, report: WindowReport) -> Any:
         """Return the cadence's state without the estimates that the report replaces.
 
-        An estimate is kept if the cadence gave the device work and it ran nothing. A device that
-        the cadence itself leaves without work is forgotten: `FixedTotal` then tries it again.
+        An estimate is kept if the cadence gave the device work and it ran nothing, and the state
+        has a field for the estimates. A device that the cadence itself leaves without work is
+        forgotten: `FixedTotal` then tries it again.
         """
         after: Any = self.cadence.recalibrate(state)
         missing = missed(report, state.counts)

@@ -121,8 +121,10 @@ class CompileCache:
             with self._changed:  # under one lock: a `clear` in between would leave no builder
                 known = self._programs.get(at)
                 # one that failed ahead of need, which was logged, is tried again
-                new = known is None or (known.error is not None and at not in self._begun)
-                program = self._programs[at] = program if known is None or new else known
+                if known is None or (known.error is not None and at not in self._begun):
+                    new, self._programs[at] = True, program
+                else:
+                    program = known
                 self._waited_for, waits = self._waited_for + 1, 1
                 self._begun.discard(at)
                 if at in self._jobs:  # prepared but not started: build it here

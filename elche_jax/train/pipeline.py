@@ -350,7 +350,7 @@ class Pipeline(TakeOver[R]):
                 self._watching = None
 
     def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
-        if window.used or not window.timed:
+        if window.used or not window.timed:  # otherwise its duration says nothing, either
             self._timing.observe(record, window.timed)
         self._scheduler.observe(record, at, self._of_run)
         self._scheduler.on_metrics(window.plan, window.metrics)
