@@ -11,6 +11,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.runner import Call, Launch
+from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import WindowTimes
 
 
@@ -82,6 +83,9 @@ class InFlight:
             `elche_jax.train.telling.measured_rows`; None until it is complete.
         known: Fields of its record that all processes know.
         again: The window without its data, to be trained again if it is lost.
+        donated: The state before the window if its buffers were donated, until a watcher thread has
+            seen that the window is complete. That thread then frees these arrays while the devices
+            go on; it would take the loop's thread as long as a dispatch.
     """
 
     plan: WindowPlan
@@ -99,6 +103,7 @@ class InFlight:
     rows: np.ndarray | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
     again: Window | None = None
+    donated: TrainState | None = None
 
     def averaged(self, outcome: Outcome) -> "InFlight":
         """Return the window with the results of its exchange on the host."""

@@ -324,7 +324,9 @@ class Pipeline(TakeOver[R]):
                 loss = float(np.asarray(metrics["loss"]))
             known: Any = {"divergence": divergence, "loss": loss}
             if late_window is not None:  # `window` itself is not steady any more
-                self._without_times[times.window] = replace(late_window, known={"loss": loss})
+                self._without_times[times.window] = replace(
+                    late_window, known={"loss": loss}, donated=None
+                )
             if survey is None:
                 self._record(window, window.measured(times, free, ahead, left_out=late, **known))
                 self._check_finite(window, window.token, times.window)
@@ -342,9 +344,11 @@ class Pipeline(TakeOver[R]):
             _progress.completed(window.plan.window, self.combines)
             # last: the loop must not go on to the end of the run before all is recorded
             with self._changed:
-                self._flights.pop(times.window, None)
+                flight = self._flights.pop(times.window, None)
                 self._open.discard(window.plan.window)
                 self._changed.notify_all()
+            if flight is not None:
+                flight.donated = None  # the next window may still refer to this one
         finally:
             with self._changed:  # this may be the loop's thread, where a later close has to wait
                 self._watching = None

@@ -80,15 +80,18 @@ class Training(Pipeline[WindowRunner]):
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)
             # tracing and compiling that program disturbs the threads that note times
             flight.used = timed or not runner.may_fuse
+            before = state
             try:
                 state, flight.metrics, flight.token = runner.run(
-                    state, window.calls, flight.launch, fused=not flight.timed
+                    before, window.calls, flight.launch, fused=not flight.timed
                 )
             except BaseException as error:
                 # only after a failure: in every window, a check of every leaf would cost too much
                 PROCESSES.raised(error)
-                explain(state, runner.state, fleet, error)
+                explain(before, runner.state, fleet, error)
                 raise
+            if before.step.is_deleted():  # otherwise it would hold memory
+                flight.donated = before
             if not self.late:  # reading the sums would wait for the late device
                 flight.sums = self._checksums(state, window.index)
             # if windows are pending, the metrics are those of an earlier one

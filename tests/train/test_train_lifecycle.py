@@ -16,6 +16,7 @@ import optax
 import pytest
 from marks import slow, table
 from small import PARAMS, Broken, build, data, loss_fn, threads
+from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.replicas import replicate_over
@@ -545,6 +546,23 @@ def test_at_most_two_windows_are_in_flight(world, cadence):
         state, _ = train(state, window)
         behind.append(handed - len(train.records))
     assert max(behind) <= 2
+
+
+def test_donated_arrays_are_freed_beside_the_loop():
+    """By the thread that sees that the window is complete; none is kept."""
+    freed = []
+
+    def note(_):
+        freed.append(threading.current_thread().name)
+
+    speeds = EmulatedSpeeds([20.0, 20.0])  # far longer than the loop needs to drop the old state
+    train = build(2, emulate=speeds)
+    state, kept = train.init(PARAMS), []
+    for window in train.windows(data(), 4):
+        kept.append(weakref.ref(state.params["w"], note))
+        state, _ = train(state, window)
+    eventually(lambda: len(freed) == len(kept))
+    assert len(kept) == 8 and any(name.startswith("elche-watch") for name in freed)
 
 
 def test_data_on_the_devices_stay_there(monkeypatch):
