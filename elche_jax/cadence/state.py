@@ -70,7 +70,7 @@ class State:
             A state equal to the original.
 
         Raises:
-            TypeError: If a field with bounds is of the wrong type.
+            TypeError: If ``values`` is not a dict, or a field with bounds is of the wrong type.
             ValueError: If the keys are not those of this class, as in the state of a different
                 cadence, or if a field with bounds is out of range or for a different number of
                 devices.
@@ -82,6 +82,7 @@ class State:
             True
         """
         where = f"{cls.__name__}.from_dict"
+        check.instance(where, "values", values, Mapping, "be a dict of `to_dict`", brief=True)
         added = [
             field
             for field in fields(cls)

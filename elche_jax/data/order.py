@@ -106,11 +106,14 @@ class Cursor(check.CheckedFields):
         """Return the cursor that `to_dict` was called on.
 
         Raises:
+            TypeError: If `fields` is not a dict.
             ValueError: If the keys are not those of a cursor.
         """
+        where, rule = "Cursor.from_dict", "be a dict of `to_dict`"
+        check.instance(where, "fields", fields, Mapping, rule, brief=True)
         if set(fields) - {"reading"} != set(FIELDS):
             rule = f"have the keys {sorted(FIELDS)}"
-            raise ValueError(check.message("Cursor.from_dict", "fields", rule, sorted(fields)))
+            raise ValueError(check.message(where, "fields", rule, sorted(fields)))
         reading, numbers = fields.get("reading"), {name: fields[name] for name in FIELDS}
         # missing in checkpoints of earlier versions
         if reading is None:
@@ -119,7 +122,7 @@ class Cursor(check.CheckedFields):
         if not isinstance(reading, Mapping) or set(reading) != set(known):
             got = sorted(reading) if isinstance(reading, Mapping) else repr(reading)
             rule = f"be a dict with the keys {sorted(known)}"
-            raise ValueError(check.message("Cursor.from_dict", "fields['reading']", rule, got))
+            raise ValueError(check.message(where, "fields['reading']", rule, got))
         return cls(**numbers, reading=Reading(**reading))
 
     def advance(self, microbatches: int) -> "Cursor":

@@ -124,14 +124,14 @@ class LineWriter(threading.Thread):
         """Mark the writer as failed in a forked process, where the thread does not run."""
         self._changed = Condition()  # another thread may have held the old one
         text = "it was opened before this process was forked, and cannot be written from here"
-        self._error = OSError(errno.EBADF, text)
+        self._error = OSError(errno.EBADF, text, str(self._file.name))
 
     def _raise_error(self) -> None:
         """Log and raise the error, if any."""
         self.log_error()
         if self._error is not None:
             # A copy: a raised error keeps its traceback, and thereby the locals in it, alive.
-            raise type(self._error)(*self._error.args)
+            raise OSError(self._error.errno, self._error.strerror, self._error.filename)
 
     def _wait(self) -> bool:
         """Wait until the lines put so far are written; return False if the file is stuck."""
@@ -151,6 +151,7 @@ class LineWriter(threading.Thread):
 
     def _fail(self, error: OSError) -> None:
         """Abandon the file; the first error is kept."""
+        error.filename = str(self._file.name)  # errors of a write name no file
         with self._changed:
             if self._error is None:
                 self._error = error

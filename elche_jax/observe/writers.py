@@ -96,8 +96,9 @@ def _append(file: FileIO, line: bytes) -> None:
     try:
         while rest:  # an unbuffered file may accept a part
             rest = rest[file.write(rest) or 0 :]
-    except OSError:
+    except OSError as error:
         file.truncate(end)
+        error.filename = str(file.name)  # Python's error names no file
         raise
 
 

@@ -147,6 +147,9 @@ def test_state_of_another_cadence_is_rejected():
         r"got \['anchor', 'counts'\]\. Resume with the cadence that wrote the state\.$",
     ):
         EveryBatchState.from_dict({"anchor": 1, "counts": [1]})
+    rule = r"^EveryBatchState\.from_dict: values must be a dict of `to_dict`, got list\.$"
+    with pytest.raises(TypeError, match=rule):
+        EveryBatchState.from_dict([("counts", [1])])
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,12 @@ def test_cursor_rejects_other_fields(fields):
         Cursor.from_dict(fields)
 
 
+def test_cursor_from_dict_needs_a_dict():
+    rule = r"^Cursor\.from_dict: fields must be a dict of `to_dict`, got NoneType\.$"
+    with pytest.raises(TypeError, match=rule):
+        Cursor.from_dict(None)
+
+
 READ = Reading(batch_size=4, examples=96, shuffle=True, seed=7)
 
 

@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FileIO", Full)
     writer = CSVWriter(path)
     writer.scalars(0, {"loss": 1.0})  # six bytes
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'$"):
         writer.scalars(1, {"loss": 2.0})
     assert path.read_text() == "step,loss\n0,1.0\n"
     Full.left = 9
