@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
+from elche_jax.cadence.reports import missed
 from elche_jax.cadence.rest import Rest, RestState
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState, missed
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift
 from elche_jax.cadence.window import Divergence, WindowRecord
 

@@ -26,7 +26,8 @@ from elche_jax.cadence import (
 )
 from elche_jax.cadence.elche import ElCheState
 from elche_jax.cadence.estimate import as_times, update_ms
-from elche_jax.cadence.scheduler import REPLAN_AFTER, rescale_sync
+from elche_jax.cadence.reports import rescale_sync
+from elche_jax.cadence.scheduler import AVERAGED, REPLAN_AFTER
 
 
 def run(scheduler, state, ms, windows=1, sync_ms=0.0, absent=()):
@@ -272,18 +273,153 @@ class Tuples(Cadence):
         return state._replace(ms_per_batch=(None,) * len(state.counts))
 
 
+def noisy(scheduler, state, ms, noise):
+    """Run a window per row of `noise`, relative; also return the times it reported."""
+    found = np.array(ms) * (1 + np.array(noise))
+    for times in found:
+        state = run(scheduler, state, times, sync_ms=1.0)
+    return state, found
+
+
+NOISE = np.random.default_rng(0).uniform(-0.04, 0.04, (AVERAGED + 1, 4))
+FLEETS = pytest.mark.parametrize(
+    "cadence", [ElChe(), FixedTotal(64), PostLocal(switch=0)], ids=repr
+)
+
+
+@FLEETS
+def test_the_first_reports_of_a_plan_are_averaged(cadence):
+    """Their mean are the estimates, and counts fit them; then a report has a weight of 0.1."""
+    scheduler, ms = Scheduler(cadence), (5.0, 5.0, 10.0, 20.0)
+    state = run(scheduler, scheduler.init(4), (6.0, 5.5, 11.0, 18.0), sync_ms=1.0)
+    state, found = noisy(scheduler, state, ms, NOISE[:-1])
+    mean = found.mean(axis=0)
+    assert state.averaged == AVERAGED and state.shifts == 0
+    assert state.cadence.ms_per_batch == pytest.approx(tuple(mean))
+    assert state.counts == scheduler.cadence.replan(state.cadence).counts
+    state, found = noisy(scheduler, state, ms, NOISE[-1:])
+    assert state.cadence.ms_per_batch == pytest.approx(tuple(0.9 * mean + 0.1 * found[0]))
+
+
+@FLEETS
+def test_the_first_reports_after_a_shift_are_averaged(cadence):
+    """All of the plan that was made from the confirming report, which ran another one."""
+    scheduler, ms = Scheduler(cadence), (15.0, 5.0, 10.0, 20.0)
+    state = run(scheduler, scheduler.init(4), (5.0, 5.0, 10.0, 20.0), 8, sync_ms=1.0)
+    state = run(scheduler, state, (16.0, 5.2, 10.0, 20.0), 2, sync_ms=1.0)
+    assert state.shifts == 1 and state.averaged == 0
+    # a report of a window that was planned before says nothing of the new plan
+    other = WindowReport((150.0, 50.0, 100.0, 200.0), (10,) * 4, 1.0)
+    assert scheduler.update(state, other).averaged == 0
+    state, found = noisy(scheduler, state, ms, NOISE[:-1])
+    assert state.averaged == AVERAGED and state.shifts == 1
+    assert state.cadence.ms_per_batch == pytest.approx(tuple(found.mean(axis=0)))
+
+
+@pytest.mark.parametrize(
+    ("report", "after", "averaged"),
+    [
+        # twice the time may be the first report of a shift: the relative error is the weight
+        (WindowReport((80.0, 10.0), (10, 10), 0.0), (4.0 + 0.8 * 4.0, 1.0), 2),
+        # cut short
+        (WindowReport((12.0, 3.15), (3, 3), 0.0, share=0.1), (4.0, 1.0 + 0.1 * 0.1 * 0.05), 2),
+        # a device rests, perhaps for long
+        (WindowReport((0.0, 10.5), (0, 10), 0.0), (4.0, 1.0 + 0.1 * 0.05), AVERAGED),
+    ],
+)
+def test_other_reports_are_not_averaged(report, after, averaged):
+    scheduler = Scheduler(ElChe())
+    state = run(scheduler, scheduler.init(2), (4.0, 1.0), 3)
+    assert state.averaged == 2
+    state = scheduler.update(state, report)
+    assert state.averaged == averaged
+    assert state.cadence.ms_per_batch == pytest.approx(after)
+
+
+def test_without_a_shift_detector_only_the_first_report_replaces_estimates():
+    scheduler = Scheduler(ElChe(), shift=None)
+    state = run(scheduler, scheduler.init(2), (4.0, 1.0), 3)
+    state = run(scheduler, state, (4.2, 1.0))
+    assert state.cadence.ms_per_batch == pytest.approx((4.0 + 0.1 * 0.2, 1.0))
+
+
+def test_a_device_without_work_ends_the_average():
+    """Tried again after hundreds of windows, it would replace the estimates of all devices."""
+    scheduler = Scheduler(FixedTotal(10))
+    state = run(scheduler, scheduler.init(3), (5.0, 5.0, 100.0), 12)
+    assert state.counts == (5, 5, 0) and state.averaged == AVERAGED
+    state = run(scheduler, state, (15.0, 5.0, 100.0), 12)
+    assert state.shifts == 1 and state.counts[2] == 0 and state.averaged == AVERAGED
+
+
+def test_the_first_reports_of_the_devices_that_are_left_are_averaged():
+    scheduler = Scheduler(ElChe())
+    state = run(scheduler, scheduler.init(3), (5.0, 5.0, 10.0), 8)
+    state = scheduler.without(state, [0])
+    for ms in (5.0, 5.3, 5.3):
+        state = run(scheduler, state, (ms, 10.0))
+    assert state.averaged == 3 and state.cadence.ms_per_batch == pytest.approx((5.2, 10.0))
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_estimates_in_a_list_or_an_array_are_not_averaged(kind):
+    """The cadence finds what it has put there."""
+
+    @dataclass(frozen=True)
+    class Own:
+        counts: tuple[int, ...]
+        ms_per_batch: list | np.ndarray
+
+    class Mine(Cadence):
+        estimates = True
+
+        def init(self, world_size):
+            return Own((10,) * world_size, kind([1.0] * world_size))
+
+        def update(self, state, report, verdict=None):
+            assert type(state.ms_per_batch) is type(kind([1.0]))
+            times = np.array(report.wall_ms) / np.array(report.counts)
+            return Own(state.counts, kind(0.5 * np.array(state.ms_per_batch) + 0.5 * times))
+
+        def recalibrate(self, state):
+            return state
+
+    scheduler = Scheduler(Mine())
+    state = run(scheduler, scheduler.init(2), (1.0, 1.04), 6)
+    assert state.cadence.ms_per_batch[1] == pytest.approx(1.04, abs=0.01)
+
+
+def test_no_report_of_a_shift_to_be_confirmed_is_averaged():
+    scheduler = Scheduler(ElChe(), Shift(confirm=3))
+    state = run(scheduler, scheduler.init(2), (4.0, 1.0), 3)
+    state = run(scheduler, state, (8.0, 1.0), 2)
+    assert state.averaged == 2 and state.shifts == 0
+    # relative errors of 1 and 0.8 / 7.2
+    first = 4.0 + 0.8 * 4.0
+    assert state.cadence.ms_per_batch[0] == pytest.approx(first + (0.8 / first) * 0.8)
+
+
+def test_an_average_holds_max_batch_diff():
+    scheduler = Scheduler(ElChe(max_batch_diff=1))
+    state, counts = run(scheduler, scheduler.init(2), (3.0, 1.0), 2), [(10, 30)]
+    for ms in (1.05, 0.95, 0.96):
+        state = run(scheduler, state, (3.0, ms))
+        counts.append(state.counts)
+    assert counts == [(10, 30), (10, 29), (10, 30), (10, 30)]
+
+
 def test_an_imbalance_inside_the_dead_zone_is_fitted_after_a_while():
-    # the first window of the plan says 3.0 : 1.07, all later ones 3.0 : 1.0
+    # the first windows of the plan say 3.0 : 1.07, all later ones 3.0 : 1.0
     scheduler = Scheduler(ElChe(anchor=10))
-    state = run(scheduler, scheduler.init(2), (3.0, 1.07), 2)
-    assert state.counts == (10, 28)
-    state = run(scheduler, state, (3.0, 1.0), REPLAN_AFTER - 2)
+    state = run(scheduler, scheduler.init(2), (3.0, 1.07), 1 + AVERAGED)
+    assert state.counts == (10, 28) and state.agreed == 0
+    state = run(scheduler, state, (3.0, 1.0), REPLAN_AFTER - 1)
     assert state.counts == (10, 28) and state.agreed == REPLAN_AFTER - 1
     # a window cut short says nothing about the plan
     cut = scheduler.update(state, WindowReport((3.0, 1.0), (1, 1), 0.0))
     assert cut.counts == (10, 28) and cut.agreed == state.agreed
     state = run(scheduler, state, (3.0, 1.0))
-    # 0.9 of the error is left after each of 7 windows: 1 + 0.07 * 0.9**7 = 1.033
+    # 0.9 of the error is left after each of 8 windows: 1 + 0.07 * 0.9**8 = 1.030
     assert state.counts == (10, 29) and state.agreed == 0
     assert run(scheduler, state, (3.0, 1.0), 3 * REPLAN_AFTER).counts == (10, 30)
 
@@ -565,8 +701,8 @@ def test_from_dict_errors():
     values = scheduler.init(2).to_dict()
     with pytest.raises(
         ValueError,
-        match=r"^Scheduler\.from_dict: values must have the keys \['agreed', 'cadence', "
-        r"'settled', 'shift', 'shifts', 'sync_ms'\], got \['cadence'\]\.$",
+        match=r"^Scheduler\.from_dict: values must have the keys \['agreed', 'averaged', "
+        r"'cadence', 'settled', 'shift', 'shifts', 'sync_ms'\], got \['cadence'\]\.$",
     ):
         scheduler.from_dict({"cadence": values["cadence"]})
     with pytest.raises(
@@ -581,8 +717,8 @@ def test_from_dict_errors():
         ValueError, match=r"^Scheduler\.from_dict: sync_ms must have at most 3 entries, got 4\.$"
     ):
         scheduler.from_dict(values | {"sync_ms": [1.0] * 4})
-    del values["sync_ms"]  # saved before there were any
-    assert scheduler.from_dict(values) == scheduler.init(2)
+    del values["sync_ms"], values["averaged"]  # saved before there were any
+    assert scheduler.from_dict(values) == replace(scheduler.init(2), averaged=AVERAGED)
     with pytest.raises(
         ValueError, match=r"^Scheduler\.from_dict: sync_ms\[1\] must be at least 0, got -1\."
     ):
