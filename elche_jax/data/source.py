@@ -66,10 +66,11 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
             )
         for at, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
             if leaf.shape != row.shape[1:] or not _same_in_jax(leaf.dtype, row.dtype):
+                path = jax.tree_util.tree_flatten_with_path(example)[0][at][0]
                 raise ValueError(
                     f"data: every example must have the same shape and dtype "
-                    f"({row.shape[1:]}, {row.dtype}), but example {number} has "
-                    f"{leaf.shape}, {leaf.dtype}."
+                    f"({row.shape[1:]}, {row.dtype}), but {name_of(path, 'the array')} of example "
+                    f"{number} has {leaf.shape}, {leaf.dtype}. Pad them, or convert them."
                 )
             if leaf.dtype.itemsize > row.dtype.itemsize:  # placing it checks that it fits
                 rows[at] = row = _widened(row, leaf.dtype, position)
@@ -241,13 +242,15 @@ def as_source(data: Any) -> Source:
     elif is_record(data):
         raise TypeError(f"{expected}, got a {type(data).__name__}. Pass dict(data).")
     elif isinstance(data, dict | list | tuple):
+        if not leaves:
+            raise TypeError(f"{expected}, got a {type(data).__name__} without any array.")
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not is_array(leaf)})
         todo = "Convert the leaves with numpy.asarray."
         if {"str", "bytes"}.intersection(kinds):
             todo = "Leave text out, or encode it."
         raise TypeError(
             f"{expected}, got a {type(data).__name__} with leaves of type "
-            f"{', '.join(kinds) or 'none'}. {todo}"
+            f"{', '.join(kinds)}. {todo}"
         )
     elif isinstance(data, str | bytes):  # probably a path
         raise TypeError(f"{expected}, got {type(data).__name__}. Load the file first.")

@@ -124,7 +124,7 @@ class LineWriter(threading.Thread):
         """Mark the writer as failed in a forked process, where the thread does not run."""
         self._changed = Condition()  # another thread may have held the old one
         text = "it was opened before this process was forked, and cannot be written from here"
-        self._error = OSError(errno.EBADF, text, str(self._file.name))
+        self._error = OSError(errno.EBADF, text, self._file.name)
 
     def _raise_error(self) -> None:
         """Log and raise the error, if any."""
@@ -151,7 +151,7 @@ class LineWriter(threading.Thread):
 
     def _fail(self, error: OSError) -> None:
         """Abandon the file; the first error is kept."""
-        error.filename = str(self._file.name)  # errors of a write name no file
+        error.filename = self._file.name  # errors of a write name no file
         with self._changed:
             if self._error is None:
                 self._error = error

@@ -98,7 +98,7 @@ def _append(file: FileIO, line: bytes) -> None:
             rest = rest[file.write(rest) or 0 :]
     except OSError as error:
         file.truncate(end)
-        error.filename = str(file.name)  # Python's error names no file
+        error.filename = file.name  # Python's error names no file
         raise
 
 
@@ -189,7 +189,7 @@ class CSVWriter(_FileWriter):
                     empty = [""] * (len(columns) - len(cells))
                     file.write(_line([step, *cells, *empty]))
         self._columns = columns
-        return FileIO(self._path, "ab")  # unbuffered, so that no row waits in a buffer
+        return FileIO(str(self._path), "ab")  # unbuffered, so that no row waits in a buffer
 
 
 def _as_text(name: str) -> str:
@@ -327,7 +327,7 @@ class TensorBoardWriter(_FileWriter):
         # TensorBoard reads files in order of their names; microseconds tell apart files of the
         # same second.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        file = FileIO(self._folder / name, "xb")  # unbuffered, so that no event waits
+        file = FileIO(str(self._folder / name), "xb")  # unbuffered, so that no event waits
         try:
             _append(file, first)
         except BaseException:

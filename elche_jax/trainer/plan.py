@@ -67,10 +67,13 @@ class FitPlan:
         folder, saving = self.folder, self.saving
         check.one_of(where, "resume", self.resume, RESUME)
         check.instance(where, "progress", self.progress, bool)
-        parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
-        for name, values, kind in parts:
+        parts = (
+            ("callbacks", self.callbacks, Callback, ""),
+            ("writers", self.writers, Writer, "be a Writer: scalars(step, values) and close()"),
+        )
+        for name, values, kind, rule in parts:
             for at, value in enumerate(check.items(where, name, values, f"{kind.__name__}s")):
-                check.instance(where, f"{name}[{at}]", value, kind, no_class=True)
+                check.instance(where, f"{name}[{at}]", value, kind, rule, no_class=True)
         if self.resume != "never" and saving is None:
             rule = "be 'never' without checkpoints"
             todo = "Pass checkpoints or run_dir."

@@ -40,10 +40,11 @@ def one():
         ({"progress": 1}, TypeError, r"^Trainer\.fit: progress must be of type bool, got 1 \(int"),
         ({"callbacks": [print]}, TypeError, r"^Trainer\.fit: callbacks\[0\] must be of type Call"),
         ({"callbacks": 3}, TypeError, r"^Trainer\.fit: callbacks must be a sequence of Callback"),
-        ({"writers": ["a"]}, TypeError, r"^Trainer\.fit: writers\[0\] must be of type Writer"),
+        ({"writers": ["a"]}, TypeError, r"^Trainer\.fit: writers\[0\] must be a Writer: scalars"),
         (
             {"writers": [CSVWriter]}, TypeError,
-            r"^Trainer\.fit: writers\[0\] must be of type Writer, got <class '.*CSVWriter'> \(",
+            r"^Trainer\.fit: writers\[0\] must be a Writer: scalars\(step, values\) and close\(\), "
+            r"got <class '.*CSVWriter'> \(",
         ),
         (
             {"resume": "auto"}, ValueError,
