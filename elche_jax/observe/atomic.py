@@ -58,8 +58,8 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
         os.replace(temporary, file)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # The caller knows only `path`.
-        if isinstance(error, OSError) and error.filename == str(temporary):
+        # The caller knows only `path`, and errors of a write name no file.
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 

@@ -96,7 +96,7 @@ class LineWriter(threading.Thread):
         progress = self._wait()
         self._raise_error()
         if not progress:
-            raise _stuck()
+            raise self._stuck()
 
     def close(self) -> None:
         """Write the remaining lines, end the thread and close the file.
@@ -115,7 +115,7 @@ class LineWriter(threading.Thread):
         """Write the remaining lines and end the thread, if the file allows it."""
         progress = self._wait()
         if not progress:
-            self._fail(_stuck())
+            self._fail(self._stuck())
         self._end()
         if progress:
             self.join(PATIENCE_S)
@@ -125,6 +125,10 @@ class LineWriter(threading.Thread):
         self._changed = Condition()  # another thread may have held the old one
         text = "it was opened before this process was forked, and cannot be written from here"
         self._error = OSError(errno.EBADF, text, self._file.name)
+
+    def _stuck(self) -> OSError:
+        text = f"the file has accepted no data for {PATIENCE_S:g} s"
+        return OSError(errno.ETIMEDOUT, text, self._file.name)
 
     def _raise_error(self) -> None:
         """Log and raise the error, if any."""
@@ -206,10 +210,6 @@ class LineWriter(threading.Thread):
 
 _writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
 """All writers. The thread of a writer keeps it alive while there is something to write."""
-
-
-def _stuck() -> OSError:
-    return OSError(errno.ETIMEDOUT, f"the file has accepted no data for {PATIENCE_S:g} s")
 
 
 @atexit.register  # runs before the interpreter ends daemon threads

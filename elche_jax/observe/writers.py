@@ -97,8 +97,8 @@ def _append(file: FileIO, line: bytes) -> None:
         while rest:  # an unbuffered file may accept a part
             rest = rest[file.write(rest) or 0 :]
     except OSError as error:
-        file.truncate(end)
         error.filename = file.name  # Python's error names no file
+        file.truncate(end)
         raise
 
 
