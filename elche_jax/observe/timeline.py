@@ -237,9 +237,8 @@ def _open(path: Path) -> tuple[FileIO, float]:
         The file, and the time of its last event; 0 if there is none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = FileIO(
-        str(path), "ab"
-    )  # a text, as errors show it; unbuffered, so that no line waits in a buffer
+    # unbuffered, so that no line waits in a buffer; a string, as errors show the name as it is
+    file = FileIO(str(path), "ab")
     try:
         # not a pipe or a device, which cannot be read back
         at = _repair_end(file, path) if path.is_file() else 0.0
