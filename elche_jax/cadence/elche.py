@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elche_jax import _check as check
+from elche_jax.cadence.apportion import densest
 from elche_jax.cadence.base import MAX_TOTAL, Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
 from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
@@ -14,6 +15,7 @@ from elche_jax.cadence.proportional import (
     limited,
     nudged,
     round_up,
+    whole,
 )
 
 
@@ -29,11 +31,13 @@ class ElChe(Proportional[ElCheState]):
         overhead = sync_ms / max(wall_ms)
         overhead > target      anchor = ceil(anchor * overhead / target)
         overhead < target / 2  anchor = max(anchor - max(1, floor(anchor / 10)), min_anchor)
-        counts[d] = max(1, round(anchor * max(ms) / ms[d]))
+        counts[d] = floor(window_ms / ms[d])
 
     with ``min_anchor = min(anchor, max_anchor)`` of this config. A raised anchor stays within
-    ``[min_anchor, max_anchor]``. A count changes only if the change exceeds 10 % of it,
-    except in the update that calibrates.
+    ``[min_anchor, max_anchor]``. ``window_ms`` is ``anchor * max(ms)``, or the end of the next
+    microbatch of a faster device, whichever gives the most microbatches per time (see
+    `elche_jax.cadence.apportion.densest`). A count changes only if the change exceeds 10 % of
+    it, except in the update that calibrates.
 
     The verdict *hold growth* keeps the anchor from rising. *Nudge down* lowers it to at most
     ``max(1, ceil(anchor * factor))``, which may be below ``min_anchor``. While the overhead asks
@@ -125,9 +129,7 @@ class ElChe(Proportional[ElCheState]):
         if world_size == 1:
             return ElCheState(1, (1,), (None,), False)
         speeds = hinted_speeds("ElChe.init", self.speed_hint, world_size)
-        slowest = min(speeds)
-        # half is rounded up, as in `recount`; `round` would round it to even
-        counts = tuple(int(self.anchor * (speed / slowest) + 0.5) for speed in speeds)
+        counts = whole(densest(self.anchor, min(speeds) / as_array(speeds)))
         return ElCheState(self.anchor, counts, (None,) * world_size, False)
 
     def _next(self, state: ElCheState, report: WindowReport, verdict: Verdict) -> ElCheState:

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
+from elche_jax.cadence.apportion import densest
 from elche_jax.cadence.base import MAX_TOTAL, CheckedCadence, Verdict, WindowReport
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, update_ms
 from elche_jax.cadence.state import State
@@ -108,17 +109,15 @@ def fitting(state: ElCheState, anchor: int, ms: FloatArray) -> FloatArray:
         anchor: Count of the slowest device.
         ms: Milliseconds per microbatch, NaN for a device that was never measured.
     """
-    slow_ms = ms.max()  # NaN if any device was never measured
-    with np.errstate(over="ignore"):
-        if math.isnan(slow_ms):
-            ideal = np.array(state.counts, dtype=np.float64) * (anchor / state.anchor)
-        else:
-            ideal = anchor * slow_ms / ms
-    # Half is rounded up; `rint` would round it to even.
-    return np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
+    if np.isnan(ms).any():
+        ideal = np.array(state.counts, dtype=np.float64) * (anchor / state.anchor)
+        # Half is rounded up; `rint` would round it to even.
+        return np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
+    return densest(anchor, ms)
 
 
-def _whole(counts: FloatArray) -> tuple[int, ...]:
+def whole(counts: FloatArray) -> tuple[int, ...]:
+    """Return an array of counts as a tuple of integers."""
     return tuple(counts.astype(np.int64).tolist())
 
 
@@ -127,7 +126,9 @@ class Proportional(CheckedCadence[S]):
 
     With ``ms`` the smoothed times per microbatch (see `elche_jax.cadence.estimate`),
 
-        counts[d] = max(1, round(anchor * max(ms) / ms[d]))
+        counts[d] = floor(window_ms / ms[d])
+
+    with ``window_ms`` as in `ElChe`.
 
     Attributes:
         max_batch_diff: Largest change of a count in one update after calibration, or
@@ -165,7 +166,7 @@ class Proportional(CheckedCadence[S]):
                 change = np.minimum(np.maximum(change, -most), most)
             ideal = np.where(moves, now + change, now)
         times, known = as_times(ms), not np.isnan(ms).any()
-        counts = _whole(ideal)
+        counts = whole(ideal)
         return replace(state, anchor=anchor, counts=counts, ms_per_batch=times, calibrated=known)
 
     def aim(self, state: S) -> tuple[int, ...]:
@@ -179,7 +180,7 @@ class Proportional(CheckedCadence[S]):
         """
         if self.max_batch_diff is None or not state.calibrated:
             return state.counts
-        return _whole(fitting(state, state.anchor, as_array(state.ms_per_batch)))
+        return whole(fitting(state, state.anchor, as_array(state.ms_per_batch)))
 
     def recalibrate(self, state: S) -> S:
         """Return the state with the time estimates forgotten; anchor and counts stay.

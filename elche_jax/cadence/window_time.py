@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from elche_jax.cadence.apportion import densest
 from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
 from elche_jax.cadence.estimate import Times, as_times, update_ms
 from elche_jax.cadence.state import State
@@ -30,9 +31,9 @@ class WindowTime(CheckedCadence[WindowTimeState]):
     """Cadence whose windows take a given time on every device, for work without an exchange.
 
     The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))`` microbatches
-    and device ``d`` gets ``round(anchor * max(ms) / ms[d])``. No device gets more than 4096:
-    the anchor is lowered, but not below ``least``, so that counts stay in proportion. In the
-    first window every device gets one microbatch, as does any device that was never measured.
+    and the others what `ElChe` would give them. No device gets more than 4096: the anchor is
+    lowered, but not below ``least``, so that counts stay in proportion. In the first window
+    every device gets one microbatch, as does any device that was never measured.
     Without an exchange there is no synchronisation to pay for; a window only has to be long
     enough for the host to prepare the next one, and for counts to match the speeds.
 
@@ -69,9 +70,7 @@ class WindowTime(CheckedCadence[WindowTimeState]):
         counts = np.ones(len(ms), dtype=np.int64)
         if known.any():
             slowest = float(ms[known].max())
-            with np.errstate(over="ignore"):  # infinity is bounded, too
-                faster = np.minimum(slowest / ms[known], MAX_COUNT)
-            wanted = min(self.window_ms / slowest, MAX_COUNT / float(faster.max()))
-            anchor = max(self.least, round(wanted))
-            counts[known] = np.minimum(np.rint(anchor * faster), MAX_COUNT)
+            most = max(1.0, MAX_COUNT * (float(ms[known].min()) / slowest))
+            anchor = max(self.least, round(min(self.window_ms / slowest, most)))
+            counts[known] = np.minimum(densest(anchor, ms[known]), MAX_COUNT)
         return WindowTimeState(tuple(counts.tolist()), as_times(ms))

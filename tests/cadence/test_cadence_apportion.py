@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from references import densest_counts
 
 from elche_jax.cadence import apportion, clamp_counts, shard_sizes
-from elche_jax.cadence.apportion import split
+from elche_jax.cadence.apportion import densest, split
 
 laws = settings(deadline=None, database=None, derandomize=True)
 counts_lists = st.lists(st.integers(0, 200), min_size=1, max_size=12)
@@ -300,3 +301,44 @@ def test_apportion_errors():
         TypeError, match=r"^apportion: total must be an integer, got 4\.5 \(float\)\.$"
     ):
         apportion(4.5, (1.0, 1.0))  # pyright: ignore[reportArgumentType]
+
+
+# densest
+
+
+@pytest.mark.parametrize(
+    ("anchor", "ms", "expected"),
+    [
+        (10, (5, 5, 10, 20), (40, 40, 20, 10)),
+        # 83 in 200 ms; 84 in 210 would be fewer per time
+        (10, (15, 5, 10, 20), (13, 40, 20, 10)),
+        # 33 in 300 ms are fewer per time than 34 in 307.2
+        (10, (30, 12.8), (10, 24)),
+        # a device that seems a little faster does not make seven others wait
+        (20, (10, 10, 10, 10, 10, 10, 10, 9.75), (20,) * 8),
+        # equally good: the shorter one
+        (1, (2, 1.5), (1, 1)),
+        (3, (7.0,), (3,)),
+        # quotients with rounding errors
+        (9, (1 / 3, 0.1), (9, 30)),
+        (7, (0.7, 0.1), (7, 49)),
+        # broken clocks
+        (200, (1e-9, 1e9), (2**53, 200)),
+        (2**53, (1e308, 1e-308), (2**53, 2**53)),
+    ],
+)
+def test_densest_by_hand(anchor, ms, expected):
+    assert tuple(densest(anchor, np.array(ms, dtype=float))) == expected
+
+
+@laws
+@given(st.integers(1, 60), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
+def test_densest_is_the_best_of_all_windows_it_may_choose(anchor, ms):
+    assert tuple(densest(anchor, np.array(ms))) == densest_counts(anchor, ms)
+
+
+@laws
+@given(st.integers(1, 10**6), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=8))
+def test_speeds_in_whole_numbers_are_met_exactly(unit, anchor, ratios):
+    ms = [unit / ratio for ratio in (1, *ratios)]
+    assert tuple(densest(anchor, np.array(ms))) == tuple(anchor * r for r in (1, *ratios))

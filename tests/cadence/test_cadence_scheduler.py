@@ -186,7 +186,7 @@ def test_a_users_counts_may_be_a_list_or_an_array(kind):
         left = scheduler.without(state, [2])
         states.append((state.to_dict(), left.to_dict()))
     assert states[0] == states[1]
-    assert states[0][0]["settled"] and states[0][0]["cadence"]["counts"] == [10, 29, 15]
+    assert states[0][0]["settled"] and states[0][0]["cadence"]["counts"] == [10, 30, 15]
 
 
 @dataclass(frozen=True)
@@ -400,12 +400,12 @@ def test_no_report_of_a_shift_to_be_confirmed_is_averaged():
 
 
 def test_an_average_holds_max_batch_diff():
-    scheduler = Scheduler(ElChe(max_batch_diff=1))
-    state, counts = run(scheduler, scheduler.init(2), (3.0, 1.0), 2), [(10, 30)]
+    scheduler = Scheduler(ElChe(anchor=40, max_batch_diff=1))
+    state, counts = run(scheduler, scheduler.init(2), (3.0, 1.0), 2), [(40, 120)]
     for ms in (1.05, 0.95, 0.96):
         state = run(scheduler, state, (3.0, ms))
         counts.append(state.counts)
-    assert counts == [(10, 30), (10, 29), (10, 30), (10, 30)]
+    assert counts == [(40, 120), (40, 119), (40, 120), (40, 121)]
 
 
 def test_an_imbalance_inside_the_dead_zone_is_fitted_after_a_while():
