@@ -26,7 +26,8 @@ def as_arrays(item: PyTree) -> PyTree:
         TypeError: If the keys of a dict cannot be sorted, or a leaf is a masked array, an array of
             PRNG keys, a mapping that JAX does not know, or a tensor or table that cannot be
             converted.
-        ValueError: If lists of numbers differ in length, or `item` itself is such a list.
+        ValueError: If lists of numbers differ in length or are empty, or `item` itself is such a
+            list.
 
     Examples:
         >>> as_arrays({"x": [1.0, 2.0], "y": 3})
@@ -34,7 +35,7 @@ def as_arrays(item: PyTree) -> PyTree:
     """
     if _is_plain(item):
         return item
-    if _is_numbers(item):
+    if _is_numbers(item) and item:
         raise ValueError(
             "data: an example or a microbatch must be an array, or a dict or tuple of them, got a "
             "list of numbers. Return numpy.asarray(it) for one array, a tuple for several."
@@ -104,6 +105,11 @@ def is_record(item: Any) -> bool:
     return mapping and isinstance(next(iter(item), None), str)
 
 
+def is_empty(item: Any) -> bool:
+    """Return whether an item is an empty list, of which JAX would make a node without leaves."""
+    return isinstance(item, list) and not item
+
+
 def name_of(path: Any, otherwise: str = "data") -> str:
     """Return a leaf's name for a message."""
     return jax.tree_util.keystr(path) or otherwise
@@ -150,8 +156,8 @@ def _holds_keys(leaf: jax.Array) -> bool:
 
 
 def _is_numbers(item: Any) -> bool:
-    """Return whether an item is a list of numbers, or of such lists."""
-    if not isinstance(item, list) or not item:
+    """Return whether an item is a list of numbers, or of such lists; it may be empty."""
+    if not isinstance(item, list):
         return False
     kinds = set(map(type, item))
     if kinds == {list}:
@@ -176,12 +182,18 @@ def _as_array(path: Any, leaf: Any) -> Any:
 
 def _of_list(path: Any, leaf: list[Any]) -> np.ndarray:
     try:
-        return np.asarray(leaf)
+        array = np.asarray(leaf)
     except ValueError as error:
         raise ValueError(
             f"data: lists of numbers must have one length on every level, but leaf {name_of(path)} "
             "has several. Pad them, and pass the lengths or a mask as a leaf of its own."
         ) from error
+    if not array.size:
+        raise ValueError(
+            f"data: a list of numbers must not be empty, but leaf {name_of(path)} is. "
+            "Pad it, or leave it out."
+        )
+    return array
 
 
 def _of_tensor(path: Any, leaf: Any) -> Any:

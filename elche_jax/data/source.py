@@ -20,6 +20,7 @@ from elche_jax.data.convert import (
     check_plain,
     has_numpy_dtype,
     is_array,
+    is_empty,
     is_record,
     name_of,
     sorted_keys,
@@ -234,18 +235,22 @@ def as_source(data: Any) -> Source:
     )
     if isinstance(data, type):  # it has the methods that its objects have
         raise TypeError(f"{expected}, got the class {data.__name__}. Pass an object of this class.")
-    # JAX treats these two as leaves, and deprecates flattening them
+    # JAX treats the first two as leaves, and deprecates flattening them
     with sorted_keys("data", "it"):
-        leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
+        leaves = jax.tree.leaves(
+            data, is_leaf=lambda x: isinstance(x, Iterator | MappingView) or is_empty(x)
+        )
     if leaves and all(map(is_array, leaves)):
         source: Source = ArraySource(data)
     elif is_record(data):
         raise TypeError(f"{expected}, got a {type(data).__name__}. Pass dict(data).")
     elif isinstance(data, dict | list | tuple):
-        if not leaves:
+        if all(map(is_empty, leaves)):
             raise TypeError(f"{expected}, got a {type(data).__name__} without any array.")
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not is_array(leaf)})
         todo = "Convert the leaves with numpy.asarray."
+        if "list" in kinds:  # others are nodes, not leaves
+            todo = "The list is empty: fill it, or leave it out."
         if {"str", "bytes"}.intersection(kinds):
             todo = "Leave text out, or encode it."
         raise TypeError(

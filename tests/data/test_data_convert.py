@@ -99,7 +99,7 @@ def assert_same(got, want):
         (([[1, 2], [3, 4]],), (np.array([[1, 2], [3, 4]]),)),
         ({"x": [np.float32(1), np.float32(2)]}, {"x": np.array([1, 2], "float32")}),
         ((1.0, 2), (1.0, 2)),
-        ({"x": []}, {"x": []}),
+        ({"x": 1, "none": None, "of": ({}, ())}, {"x": 1, "none": None, "of": ({}, ())}),
         ({"x": [X, [1, 2]]}, {"x": [X, np.array([1, 2])]}),
     ],
 )
@@ -139,6 +139,12 @@ def test_types_that_numpy_has_not_come_by_dlpack():
             ValueError,
             r"^data: lists of numbers must have one length on every level, but leaf \['x'\] has ",
         ),
+        (
+            {"x": X, "y": []},
+            ValueError,
+            r"^data: a list of numbers must not be empty, but leaf \['y'\] is\. Pad it, or leav",
+        ),
+        (([[], []],), ValueError, r"a list of numbers must not be empty, but leaf \[0\] is\."),
         (
             [1.0, 2.0],
             ValueError,

@@ -41,7 +41,7 @@ class Squares:
 
 def test_arrays_are_recognised_and_read_by_row():
     x = np.arange(12, dtype=np.int16).reshape(6, 2)
-    source = as_source({"x": x, "pair": (jnp.arange(6), np.arange(6.0))})
+    source = as_source({"x": x, "pair": (jnp.arange(6), np.arange(6.0)), "none": (None, {}, ())})
     assert isinstance(source, ArraySource)
     assert source.size == 6
     assert source.nbytes == 12 * 2 + 6 * 4 + 6 * 8
@@ -241,7 +241,12 @@ def test_an_empty_iterator_is_an_error(empty):
     [
         ({"x": [1, 2.0]}, r"a dict with leaves of type float, int\. Convert the leaves with num"),
         ([1, 2], r"a list with leaves of type int\. Convert the leaves with numpy\.asarray\.$"),
+        (
+            {"x": np.zeros(2), "y": []},
+            r"a dict with leaves of type list\. The list is empty: fill it, or leave it out\.$",
+        ),
         ({}, r"a dict without any array\.$"),
+        ({"x": []}, r"a dict without any array\.$"),
         ([{"x": None}], r"a list without any array\.$"),
         (
             {"x": np.zeros(2), "name": ["a", "b"]},
