@@ -15,6 +15,7 @@ import numpy as np
 from jax import dtypes
 from numpy.typing import NDArray
 
+from elche_jax import _check as check
 from elche_jax.data.convert import (
     as_arrays,
     check_plain,
@@ -28,6 +29,8 @@ from elche_jax.data.convert import (
 
 PyTree = Any
 
+A_LIST = "A list is a pytree; to use it as microbatches, pass iter(list)."
+"""What to do about a list of microbatches, whose arrays are not the leaves of one pytree."""
 
 HAND_OVER = 16
 """Number of examples after which the reading thread yields to other threads.
@@ -113,9 +116,9 @@ class ArraySource:
             check_plain(path, leaf)
         lengths = {name_of(path): int(leaf.shape[0]) for path, leaf in named}
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"data: all leaves must have the same number of examples, got {lengths}."
-            )
+            rule = "have the same number of examples"
+            todo = A_LIST if isinstance(tree, list) else ""
+            raise ValueError(check.message("data", "all leaves", rule, lengths, todo))
         if not all(has_numpy_dtype(leaf) for _, leaf in named):
             # tensors and tables of other libraries
             tree = as_arrays(tree)

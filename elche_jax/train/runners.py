@@ -100,7 +100,8 @@ class Runners:
         key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
         cast = options.precision.cast
         params, batch = jax.eval_shape(cast, (one.params, plan.microbatch))
-        form = inspect_loss(loss_fn, params, one.model_state, batch, key)
+        with plan.noting_list():
+            form = inspect_loss(loss_fn, params, one.model_state, batch, key)
         if form.form != "vector" and plan.mask_key is None and plan.ragged:
             raise ValueError(
                 "windows: with drop_last=False the loss must be a vector of per-example "

@@ -1,5 +1,7 @@
 """How the data of a run are read, and the checks made before anything is compiled."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +12,14 @@ from elche_jax import _check as check
 from elche_jax.data.convert import name_of, no_numbers
 from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
-from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
+from elche_jax.data.source import (
+    A_LIST,
+    ArraySource,
+    IterableSource,
+    MapSource,
+    Source,
+    stack,
+)
 from elche_jax.engine.bits import check_bits, is_numeric
 from elche_jax.engine.place import Placement
 
@@ -70,6 +79,17 @@ class DataPlan:
         seed = self.seed if self.shuffle else None
         return Reading(self.batch_size, self.source.size, self.shuffle, seed, self.drop_last)
 
+    @contextmanager
+    def noting_list(self) -> Generator[None]:
+        """Add what to do about a list of microbatches to errors of the user's function."""
+        try:
+            yield
+        except Exception as error:
+            # the list may also be meant: the function then expects one
+            if isinstance(self.source, ArraySource) and isinstance(self.source.tree, list):
+                error.add_note(f"data: {A_LIST}")
+            raise
+
     def start(self, cursor: Cursor | None, windows: int) -> Cursor:
         """Return where to start in the data.
 
@@ -118,7 +138,7 @@ def check_batch_size(
         return first
     todo = ""
     if batch_size is None and isinstance(source, ArraySource) and isinstance(source.tree, list):
-        todo = "A list is a pytree; to use it as microbatches, pass iter(list)."
+        todo = A_LIST
     size = check.integer("data", "batch_size", batch_size, low=1, todo=todo)
     if size > source.size and drop_last:
         raise ValueError(

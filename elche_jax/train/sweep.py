@@ -274,7 +274,8 @@ class Sweep:
         key = (fn.has_model_state, fn.mask_key, plan.ragged, signature((shapes, plan.microbatch)))
         one = one_of(shapes)
         # traced in every call: other values that the function reads may have changed
-        program, row_bytes = self._make(fn, one, plan.microbatch, plan.ragged)
+        with plan.noting_list():
+            program, row_bytes = self._make(fn, one, plan.microbatch, plan.ragged)
         if key in self._runners and self._runners[key][0] != program:
             # the function has changed since: programs of all shapes are out of date
             self._runners.clear()

@@ -54,6 +54,14 @@ class Nothing:
             r"machine's byte order, but leaf \['x'\] is of dtype >f4\. Convert it",
         ),
         ([DATA, DATA], None, TypeError, r"got None \(NoneType\)\. A list is a pytree; .* iter"),
+        (
+            [DATA, {"x": np.ones((4, 3))}], 4, ValueError,
+            r"same number of examples, got .*\. A list is a pytree; to use it as microb",
+        ),
+        (
+            [DATA, DATA], 4, TypeError,  # raised by the loss
+            r"^list indices must (.|\n)*\ndata: A list is a pytree; to use it as microbatches, p",
+        ),
         (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
         (
             {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,

@@ -180,6 +180,7 @@ def test_what_is_not_callable():
             r"data: batch_size must be that of the iterator's microbatches \(4\), got 3\.",
         ),
         (5, 4, {}, TypeError, r"data must be a pytree of arrays, .* got int\.$"),
+        ([DATA] * 2, 4, {}, TypeError, r"list indices must (.|\n)*\ndata: A list is a pytree; to"),
         (examples(0), 4, {}, ValueError, r"data must hold at least one example, got 0\.$"),
         (
             iter(()), None, {}, ValueError,
