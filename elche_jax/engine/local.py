@@ -315,9 +315,11 @@ def average(
     leaves, structure = jax.tree.flatten(trained)
     own = axis.each(lambda s: jax.tree.leaves(selection.split(s.params)[0]), states)
     parts = assign_fragments([x.size for x in leaves], averaging.fragments)
+    # of the last exchange, which was finite: a schedule may have no number for the next one
+    window = jnp.maximum(one.step - 1 - averaging.delay, 0)
     for number, members in enumerate(parts):
         steps = axis.rows(axis.each(lambda k, number=number: k.steps[number], kept))
-        work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, one.step, jnp)
+        work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, window, jnp)
         shares, _ = shares_of(partial(AveragingRule.weigh, averaging), work)
         x = [base[i] for i in members]
         progress = axis.each(lambda mine, x=x, at=members: _progress(x, [mine[i] for i in at]), own)

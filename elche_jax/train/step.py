@@ -347,8 +347,9 @@ class TrainStep(Scheduled):
 
         If all copies are equal, as in gradient mode, it is `unreplicate(state.params)`. They
         differ with `DiLoCo(fragments=...)`, `delay=k` or devices that run ahead: arrays are
-        then averaged, weighted by the steps since their last exchange. All devices take part,
-        including late ones. In a job of several processes, all must call it.
+        then averaged, weighted by the steps since their last exchange; an exponent that follows a
+        schedule is that of the last exchange. All devices take part, including late ones. In a job
+        of several processes, all must call it.
 
         Args:
             state: A state of this training step; it is not donated.

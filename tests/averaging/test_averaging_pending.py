@@ -251,14 +251,26 @@ class ByLoss(elche.DiLoCo):
         return work.loss
 
 
-def test_one_set_of_parameters_in_between_is_by_the_steps():
-    _, _, state, train = averaged.train_on(ByLoss(optax.sgd(1.0), fragments=2), COUNTS)
+def below(windows):
+    """An exponent of 1 for so many windows, the last exchange among them."""
+    return lambda window: jnp.where(window < windows, 1.0, jnp.nan)
+
+
+@pytest.mark.parametrize(
+    ("rule", "since"),
+    [
+        # the last window, the eighth, exchanged b and v
+        (ByLoss(optax.sgd(1.0), fragments=2, exponent=below(8)), [[*COUNTS[7]], [0, 0]]),
+        slow(elche.ParameterAveraging(delay=1, exponent=below(7), **KEEP), [[*COUNTS[7]]]),
+    ],
+)
+def test_one_set_of_parameters_in_between_is_by_the_steps(rule, since):
+    _, _, state, train = averaged.train_on(rule, COUNTS)
     kept, got = jax.device_get(state.averaging), train.average(state)
     own = jax.device_get(state.params)
-    # the last window, the eighth, exchanged b and v
-    assert kept.steps.T.tolist() == [[*COUNTS[7]], [0, 0]]
+    assert kept.steps.T.tolist() == since
     for i, name in enumerate(("b", "v", "w")):
-        part = 0 if name == "w" else 1
+        part = 0 if name == "w" or rule.delay else 1
         steps = kept.steps[:, part]
         base = kept.base[i][0]
         if steps.sum():
