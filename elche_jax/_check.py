@@ -373,6 +373,20 @@ class CheckedFields:
                 keep_checked(self, name, rule, **bounds)
 
 
+class Bound:
+    """Mixin for objects that hold devices and threads, which belong to their process.
+
+    Raises:
+        TypeError: If it is copied or pickled.
+    """
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: must not be copied or pickled, as it has devices and threads "
+            "of this process. Build another one where it is needed."
+        )
+
+
 _Check = tuple[str, Callable[..., Any], bool, Mapping[str, Any]]
 """The name of a field, the function that checks it, whether it may be None, and its bounds."""
 

@@ -1,5 +1,7 @@
 """Bad input of the call, and of what is set on a training step."""
 
+import copy
+import pickle
 from functools import cache
 
 import jax
@@ -258,3 +260,21 @@ def test_state_of_another_number_of_devices():
         ),
     ):
         train(other.init(PARAMS), next(iterator))
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("TrainStep", shared),
+        ("EvalStep", lambda: elche.build_eval_step(lambda params, batch: batch)),
+        ("Trainer", lambda: elche.Trainer(loss_fn, optax.sgd(0.1))),
+    ],
+)
+def test_what_is_bound_to_its_process(name, make, way):
+    message = (
+        rf"^{name}: must not be copied or pickled, as it has devices and threads of this process\. "
+        r"Build another one where it is needed\.$"
+    )
+    with pytest.raises(TypeError, match=message):
+        way(make())
