@@ -94,7 +94,11 @@ class TrainStep(Scheduled):
 
     @property
     def counts_history(self) -> list[tuple[int, ...]]:
-        """Counts of every window so far, in order, as `Replay` takes them."""
+        """Counts of every window trained so far, in order, as `Replay` takes them.
+
+        Windows that the loop leaves out are missing, and `Replay`, which counts these, too, then
+        repeats another run.
+        """
         return self._scheduler.history
 
     @property
