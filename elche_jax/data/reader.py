@@ -119,7 +119,8 @@ class IterableReader:
     def blocks(self, starts: Sequence[int], count: int) -> PyTree:
         """Return `count` microbatches from each start on; leaves `(starts, count, batch, ...)`."""
         numbers = [number for start in starts for number in range(start, start + count)]
-        rows = stack((self._held[number - self._first] for number in numbers), numbers)
+        held = (self._held[number - self._first] for number in numbers)
+        rows = stack(held, numbers, "microbatch")
         shape = len(starts), count
         return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), rows)
 

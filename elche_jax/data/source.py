@@ -41,12 +41,13 @@ interpreter lock only every 5 ms, and the loop that feeds the devices would wait
 
 
 @sorted_keys("data", "an example")
-def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
+def stack(examples: Iterable[PyTree], numbers: Sequence[int], what: str = "example") -> PyTree:
     """Stack examples of the same structure along a new leading axis, on the host.
 
     Args:
         examples: The examples, at least one.
         numbers: Their numbers in the dataset, for messages.
+        what: What they are, for messages: examples, or microbatches of an iterable.
 
     Raises:
         TypeError: If the keys of a dict cannot be sorted.
@@ -65,15 +66,15 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
             rows = [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
         if found != structure:
             raise ValueError(
-                f"data: every example must have the same structure ({structure}), "
-                f"but example {number} has {found}."
+                f"data: every {what} must have the same structure ({structure}), "
+                f"but {what} {number} has {found}."
             )
         for at, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
             if leaf.shape != row.shape[1:] or not _same_in_jax(leaf.dtype, row.dtype):
                 path = jax.tree_util.tree_flatten_with_path(example)[0][at][0]
                 raise ValueError(
-                    f"data: every example must have the same shape and dtype "
-                    f"({row.shape[1:]}, {row.dtype}), but {name_of(path, 'the array')} of example "
+                    f"data: every {what} must have the same shape and dtype "
+                    f"({row.shape[1:]}, {row.dtype}), but {name_of(path, 'the array')} of {what} "
                     f"{number} has {leaf.shape}, {leaf.dtype}. Pad them, or convert them."
                 )
             if leaf.dtype.itemsize > row.dtype.itemsize:  # placing it checks that it fits

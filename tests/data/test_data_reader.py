@@ -196,6 +196,20 @@ def test_none_is_a_bad_microbatch_and_not_the_end():
         reader.available(0, 2)
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"y": np.zeros(3)}, r"the same structure \(.*'x'.*\), but microbatch 1 has .*'y'.*"),
+        ({"x": np.zeros((3, 2))}, r"the same shape and dtype .*, but \['x'\] of microbatch 1 has "),
+    ],
+)
+def test_a_microbatch_unlike_the_one_before_is_an_error(other, message):
+    reader = IterableReader(IterableSource([{"x": np.zeros(3)}, other]), Reading(3))
+    assert reader.available(0, 2) == 2
+    with pytest.raises(ValueError, match=r"^data: every microbatch must have " + message):
+        reader.blocks([0], 2)
+
+
 def test_skipping_holds_one_microbatch_at_a_time():
     alive = weakref.WeakValueDictionary()
     held = []
