@@ -294,7 +294,7 @@ class Checkpointer:
         Args:
             state: The state that `train` returned for this window.
             window: The window trained last.
-            force: Save even if it is not due.
+            force: Save even if it is not due. A window that is saved already is not saved again.
             score: Score of the state, for `keep_best`.
             notes: Returns further data to save as JSON. Called on the writing thread, or by `save`
                 itself before a restart.
@@ -386,8 +386,8 @@ class Checkpointer:
         assert self._store is not None
         if self._store.steps and self._store.steps[-1] >= step:
             raise ValueError(
-                f"checkpoints: {self._folder} must hold no checkpoint of a later window than the "
-                f"one to be saved ({step}), got one after {self._store.steps[-1]}. Call restore "
+                f"checkpoints: {self._folder} must hold no checkpoint of the window to be saved "
+                f"({step}) or a later one, got one after {self._store.steps[-1]}. Call restore "
                 "before the loop and pass its cursor, or take another folder."
             )
         self._store.check_free(step)

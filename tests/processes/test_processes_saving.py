@@ -166,7 +166,7 @@ def test_the_window_before_a_stop_is_reported_after_it(job):
 ERRORS = {
     "must": "ValueError: checkpoints: {}/none must hold a whole checkpoint with resume='must'",
     "never": "ValueError: checkpoints: {}/local must be empty with resume='never', got a checkp",
-    "later": "ValueError: checkpoints: {}/once-local must hold no checkpoint of a later window",
+    "later": "ValueError: checkpoints: {}/once-local must hold no checkpoint of the window to",
     "intervals": "ValueError: Checkpointer: checkpoints must be the same in all processes, got "
     "Checkpoints(folder=None, every_windows=3, ",
     "folder": "NotADirectoryError: [Errno 20] Not a directory: '{}/file/folder'",
