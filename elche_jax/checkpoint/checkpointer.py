@@ -127,12 +127,14 @@ class Checkpointer:
             return True
         except BaseException as error:
             self._stack.close()
-            if not isinstance(error, OSError) or asked.on_error == "now":
+            if not isinstance(error, OSError):
                 raise
-            if may_hold(self._folder):  # a fresh start would ignore them
+            now = asked.on_error == "now"
+            if now or may_hold(self._folder):  # a fresh start would ignore them
+                why = "" if now else ", as it may hold checkpoints"
                 raise OSError(
-                    f"checkpoints: {self._folder} must be readable and writable, as it may hold "
-                    f"checkpoints, but {described(error)}. Fix that, or use another folder."
+                    f"checkpoints: {self._folder} must be readable and writable{why}, but "
+                    f"{described(error)}. Fix that, or use another folder."
                 ) from error
             logger.warning("elche: no checkpoints will be written: %s", described(error))
             self._error = error
@@ -457,8 +459,11 @@ class Checkpointer:
         raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        what = described(error) if self._job.first else str(error)
-        return CheckpointError(f"checkpoints: {self._folder} must take checkpoints, but {what}")
+        what = (described(error) if self._job.first else str(error)).rstrip(".")
+        return CheckpointError(
+            f"checkpoints: {self._folder} must take checkpoints, but {what}. Fix that, or use "
+            "another folder."
+        )
 
     def _write(self, store: Store, window: Window, content: Callable[[], Saved]) -> None:
         """Fetch and write a checkpoint, on the thread."""

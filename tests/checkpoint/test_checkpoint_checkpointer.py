@@ -322,7 +322,10 @@ def broken(monkeypatch, until=None):
     monkeypatch.setattr(Store, "save", fails)
 
 
-FULL = r"^checkpoints: .* must take checkpoints, but OSError: \[Errno 28\] No space left on device$"
+FULL = (
+    r"^checkpoints: .* must take checkpoints, but OSError: \[Errno 28\] No space left on device\. "
+    r"Fix that, or use another folder\.$"
+)
 
 
 def test_at_once(train, tmp_path, monkeypatch, caplog):
@@ -404,7 +407,11 @@ def test_a_folder_that_became_a_file(train, tmp_path):
 def test_a_folder_that_cannot_be_made(train, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "run"
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(
+        OSError,
+        match=rf"^checkpoints: {folder} must be readable and writable, but NotADirectoryError: .* "
+        rf"'{folder}'\. Fix that, or use another folder\.$",
+    ):
         saver_in(train, folder)
     saver = saver_in(train, folder, on_error="end")
     assert any(t.startswith("elche: no checkpoints will be written: ") for t in caplog.messages)

@@ -136,7 +136,7 @@ def test_all_end_where_one_is_asked_to_start_again(job):
 
 def test_a_full_disk_of_the_first_process_is_an_error_everywhere(job):
     said, folder = job
-    full = "OSError: [Errno 28] No space left on device"
+    full = "OSError: [Errno 28] No space left on device. Fix that, or use another folder."
     for process in said:
         for when in ("now", "end"):
             text, last = process["full"][when]
@@ -169,7 +169,7 @@ ERRORS = {
     "later": "ValueError: checkpoints: {}/once-local must hold no checkpoint of the window to",
     "intervals": "ValueError: Checkpointer: checkpoints must be the same in all processes, got "
     "Checkpoints(folder=None, every_windows=3, ",
-    "folder": "NotADirectoryError: [Errno 20] Not a directory: '{}/file/folder'",
+    "folder": "OSError: checkpoints: {}/file/folder must be readable and writable, but Not",
     "best": "ValueError: checkpoints: {}/best must hold a checkpoint with a score of 'loss', got",
 }
 
