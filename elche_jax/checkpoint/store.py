@@ -7,13 +7,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flax.traverse_util import unflatten_dict
@@ -34,6 +34,8 @@ STATE, MANIFEST = "state", f"{_progress.MANIFEST}/metadata"
 """Paths of the arrays and of their manifest within a checkpoint. A folder without the manifest's
 folder is not ours, whatever its name: it may be a class folder, a run named by its seed or a
 checkpoint of Orbax."""
+
+_Read = TypeVar("_Read")
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -76,7 +78,7 @@ class Store:
             other than its `monitor` are ignored.
 
     Raises:
-        OSError: The folder cannot be created.
+        OSError: The folder cannot be created, or a checkpoint in it cannot be read.
     """
 
     def __init__(self, folder: Path, checkpoints: Checkpoints):
@@ -178,8 +180,12 @@ class Store:
             OtherFormat: It is intact, but has a different format version.
             MemoryError, OSError: It could not be read, so it may be intact.
         """
+        return self._intact(step, self._read)
+
+    def _intact(self, step: int, read: Callable[[int], _Read]) -> _Read:
+        """Read something of a checkpoint; raises what `read` raises."""
         try:
-            return self._read(step)
+            return read(step)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise self._damaged(step, error) from error
         except (OtherFormat, MemoryError, OSError):  # an OSError comes from the disk or network
@@ -232,8 +238,9 @@ class Store:
 
     def _score(self, step: int) -> float | None:
         try:
-            return self._score_in(self._manifest(step))
-        except Exception:  # damaged: its score is unknown
+            return self._intact(step, lambda step: self._score_in(self._manifest(step)))
+        # errors of the disk are raised: without its score, the best checkpoint would be deleted
+        except (DamagedCheckpoint, OtherFormat):
             return None
 
     def _score_in(self, content: Mapping[str, Any]) -> float | None:

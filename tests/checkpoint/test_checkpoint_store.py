@@ -244,6 +244,9 @@ def test_what_cannot_be_read_now_is_not_put_aside(error, filled, tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises(error, match="not now"):
         patch.setattr(store, "_read", fails)
         store.newest()
+    with monkeypatch.context() as patch, pytest.raises(error, match="not now"):
+        patch.setattr(Path, "read_text", fails)
+        Store(folder, Checkpoints())  # without its score the best one would be deleted
     assert is_whole(store.newest()) and store.steps == [1, 2]
 
 
