@@ -1,7 +1,7 @@
 """Conversion between `flax.training`'s train state and `TrainState`."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field
+from dataclasses import MISSING, Field, fields as fields_of
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -152,7 +152,8 @@ def from_flax(
     Args:
         train: The training step. It must have the optimizer of `flax_state`.
         flax_state: One copy of a `flax.training.train_state.TrainState` or of a subclass. The
-            field `batch_stats`, if any, becomes `model_state={"batch_stats": ...}`.
+            field `batch_stats`, if any, becomes `model_state={"batch_stats": ...}`. Any other field
+            of a subclass must be None, outside the pytree, or a collection of `model_state`.
         model_state: The model state, if any; overrides `batch_stats`.
         rng: A key or an integer seed, as for `train.init`.
 
@@ -164,7 +165,7 @@ def from_flax(
         TypeError: `train` is not a `TrainStep`, or `flax_state` is not a train state of Flax; or
             as raised by `TrainStep.init`.
         ValueError: The optimizer state belongs to a different optimizer or model, or
-            `flax_state` is replicated; or as raised by `TrainStep.init`.
+            `flax_state` is replicated or has another field; or as raised by `TrainStep.init`.
     """
     from flax.training import train_state
 
@@ -178,6 +179,7 @@ def from_flax(
     check_one_copy("from_flax", flax_state=parts)
     if model_state is None and getattr(flax_state, STATS, None):
         model_state = {STATS: getattr(flax_state, STATS)}
+    _check_all_is_kept(flax_state, model_state)
     key = as_key(rng, "from_flax")
     state = train.init(flax_state.params, model_state=model_state, rng=key)
     differs = difference(flax_state.opt_state, one_of(state.opt_state))
@@ -188,6 +190,23 @@ def from_flax(
     step = jnp.int32(flax_state.step)
     opt_state, windows, microbatches = replicate((flax_state.opt_state, step, step), train.devices)
     return state.replace(opt_state=opt_state, step=windows, microbatches=microbatches)
+
+
+def _check_all_is_kept(flax_state: Any, model_state: PyTree) -> None:
+    """Raise `ValueError` if a subclass has a value that would be dropped."""
+    kept = {"step", "params", "opt_state", STATS}
+    kept |= set(model_state) if isinstance(model_state, Mapping) else set()
+    for field in fields_of(flax_state):
+        # others, such as `apply_fn` and `tx`, are not in Flax's pytree
+        in_tree = field.metadata.get("pytree_node", True) and field.name not in kept
+        if in_tree and jax.tree.leaves(getattr(flax_state, field.name)):
+            rule = "be None in fields that a TrainState of elche_jax lacks"
+            todo = (
+                f"Pass it in model_state={{{field.name!r}: ...}}, or keep it yourself and pass "
+                f"flax_state.replace({field.name}=None)."
+            )
+            got = f"a value in {field.name!r}"
+            raise ValueError(check.message("from_flax", "flax_state", rule, got, todo))
 
 
 def difference(got: PyTree, want: PyTree) -> str:

@@ -67,7 +67,7 @@ def test_there_and_back(where):
     # through a file, as flax writes it
     restored = serialization.from_bytes(there, serialization.to_bytes(there))
     for between in (there, restored):
-        back = from_flax(train, between, rng=5)
+        back = from_flax(train, between.replace(note=None), rng=5)
         elche.check_replicas(back)
         assert back.step.tolist() == [3, 3]
         got = jax.device_get(elche.unreplicate(back))
@@ -75,7 +75,8 @@ def test_there_and_back(where):
             assert_equal(getattr(got, name), getattr(want, name))
         assert got.microbatches == 3 and got.key.tolist() == [0, 5]
     jax.block_until_ready(run(train, back))
-    jax.block_until_ready(run(train, from_flax(train, there)))  # nothing of `there` was given up
+    # nothing of `there` was given up
+    jax.block_until_ready(run(train, from_flax(train, there.replace(note=None))))
 
 
 def test_a_flax_loop_goes_on_here_as_it_would_have():
@@ -112,6 +113,23 @@ def mlp_state(tx=TX, **changes):
     _, params, _ = begun(LinenMLP())
     made = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     return made.replace(**changes)
+
+
+def keyed_state():
+    made = mlp_state()
+    return Keyed.create(apply_fn=None, params=made.params, tx=TX, key=jnp.zeros(2))
+
+
+def test_a_further_field_may_be_model_state():
+    train = elche.build_train_step(
+        lambda params, model_state, batch, rng: (params["w"], model_state), TX,
+        devices=jax.devices()[:1],
+    )  # fmt: skip
+    made = keyed_state().replace(params={"w": jnp.ones(())})
+    made = made.replace(opt_state=TX.init(made.params))
+    state = from_flax(train, made, model_state={"key": made.key})
+    assert state.model_state["key"].shape == (1, 2)
+    assert from_flax(train, made.replace(key=None), model_state={}).model_state == {}
 
 
 def wider(tree):
@@ -154,6 +172,12 @@ FROM = {
     "of another structure": (
         lambda train: from_flax(train, mlp_state(opt_state=(*mlp_state().opt_state, ()))),
         ValueError, r"got an opt_state with structure PyTreeDef.* instead of PyTreeDef",
+    ),
+    "a further field": (
+        lambda train: from_flax(train, keyed_state()),
+        ValueError, r"^from_flax: flax_state must be None in fields that a TrainState of elche_jax "
+        r"lacks, got a value in 'key'\. Pass it in model_state=\{'key': \.\.\.\}, or keep it "
+        r"yourself and pass flax_state\.replace\(key=None\)\.$",
     ),
     "a bad seed": (
         lambda train: from_flax(train, mlp_state(), rng=-1),
