@@ -289,10 +289,11 @@ def _prepare(folder: Path, resume: str) -> None:
         rule, got = "be a folder that can be created", f"{folder} ({error.strerror})"
         raise ValueError(check.message("Trainer.fit", "run_dir", rule, got)) from error
     files = (folder / "timeline.jsonl", folder / "metrics.csv")
-    if resume == "never" and any(file.exists() and file.stat().st_size > 0 for file in files):
+    found = [file for file in files if file.exists() and file.stat().st_size > 0]
+    if resume == "never" and found:
         rule, todo = "hold no run with resume='never'", "Pass resume='auto' to resume it, or use "
-        todo += "another folder."
-        raise ValueError(check.message("Trainer.fit", "run_dir", rule, folder, todo))
+        todo += "another folder. If the file is not of a run, you may also move it."
+        raise ValueError(check.message("Trainer.fit", "run_dir", rule, found[0], todo))
 
 
 def _timeline(folder: Path) -> Timeline:

@@ -308,9 +308,18 @@ def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
     options = {"run_dir": tmp_path, "progress": False}
     shared().fit(PARAMS, DATA, 8, 1, **options)
     kept = (tmp_path / "timeline.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must hold no run with resume='n"):
+    text = (
+        r"^Trainer\.fit: run_dir must hold no run with resume='never', got .*{}\. Pass "
+        r"resume='auto' to resume it, or use another folder\. If the file is not of a run, you may "
+        r"also move it\.$"
+    )
+    with pytest.raises(ValueError, match=text.format("timeline.jsonl")):
         shared().fit(PARAMS, DATA, 8, 1, **options)
     assert (tmp_path / "timeline.jsonl").read_bytes() == kept
+    (tmp_path / "timeline.jsonl").unlink()
+    (tmp_path / "metrics.csv").write_text("another program's")
+    with pytest.raises(ValueError, match=text.format("metrics.csv")):
+        shared().fit(PARAMS, DATA, 8, 1, **options)
 
 
 # -- what the epochs say, wherever the run stopped
