@@ -90,5 +90,5 @@ def divergence_reader(options: Options, devices: Sequence[jax.Device]) -> Diverg
 
 def divergence_of(saved: Mapping[str, Any]) -> Divergence:
     """Rebuild a divergence from the plain numbers of `dataclasses.asdict`."""
-    values: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+    values: Any = {name: x if name == "window" else tuple(x) for name, x in saved.items()}
     return Divergence(**values)

@@ -22,6 +22,7 @@ from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, difference
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState, no_update
 from elche_jax.engine.trainable import Selection
+from elche_jax.observe.events import strings
 from elche_jax.train import speeds
 from elche_jax.train.divergence import DivergenceReader, divergence_of
 from elche_jax.train.finite import FiniteWatch
@@ -32,6 +33,9 @@ PyTree = Any
 
 ALWAYS = {"cadence", "cadence_name", "counts", "divergence", "in_a_row", "left_out", "skipped"}
 """Keys of a run that every version has saved."""
+
+BY_RANK = {"kinds", "places", "throughput"}
+"""Keys of lists with an entry per device, which only later versions have saved."""
 
 
 def run_to_dict(
@@ -93,9 +97,28 @@ def restore_run(
         check.integer(where, f"saved[{name!r}]", saved[name], low=0)
         for name in ("skipped", "in_a_row", "next_window")
     )
+    check.integers(where, "saved['lost']", saved.get("lost", ()), low=0)
+    for name in sorted(BY_RANK & saved.keys()):
+        argument = f"saved[{name!r}]"
+        entries = check.items(where, argument, saved[name], "entries by rank")
+        check.per_device(where, argument, len(entries), before)
+        if name == "throughput":  # None if unknown
+            check.reals(where, argument, [1 if rate is None else rate for rate in entries], above=0)
+        else:
+            strings(where, argument, entries)
     say = logger.warning if job.at == 0 else logger.debug
     kinds = kinds_of(job.devices)
     world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
+    reader = divergence if before == world_size else None
+    try:  # before anything is changed
+        rows_of(job, saved.get("unreported"))
+        seen = [] if reader is None else [divergence_of(one) for one in saved["divergence"]]
+        if reader is not None:
+            reader.restore(saved.get("unread") or ())
+    except (AttributeError, TypeError, ValueError) as error:
+        names = "divergence, unread or unreported"
+        got = f"one whose {names} is damaged ({type(error).__name__}: {error})"
+        raise ValueError(check.message(where, "saved", rule, got)) from error
     if before != world_size:
         scheduler.restart(window=window)
         knows = _believe(saved, kinds, job, scheduler)
@@ -109,11 +132,8 @@ def restore_run(
         )
         watch.restore(skipped, [0] * world_size, in_a_row)
         return
-    seen = [] if divergence is None else [divergence_of(one) for one in saved["divergence"]]
     watch.restore(skipped, left_out, in_a_row)
     scheduler.restart(counts, seen, window)
-    if divergence is not None:
-        divergence.restore(saved.get("unread") or ())
     name = type(scheduler.cadence).__name__
     if saved["cadence_name"] != name:
         why = f"the checkpoint is of a run with {saved['cadence_name']}, this one has {name}"
@@ -157,7 +177,7 @@ def _believe(
     saved: Mapping[str, Any], kinds: Sequence[str], job: Job, scheduler: LiveScheduler
 ) -> bool:
     """Let the cadence begin with the known speeds; return whether it has used any."""
-    if "places" not in saved:  # written by an earlier version
+    if not saved.keys() >= BY_RANK:  # written by an earlier version
         return False
     before = list(zip(saved["places"], saved["kinds"], strict=True))
     now = list(zip(job.places, kinds, strict=True))

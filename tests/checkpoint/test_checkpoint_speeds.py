@@ -28,10 +28,10 @@ ANEW = (
 KNOWN = ", counts begin with the speeds that are known"
 
 
-def build(cadence, devices):
+def build(cadence, devices, **options):
     train = elche.build_train_step(
         lambda params, batch, rng: batch["x"] @ params["w"],
-        optax.sgd(0.1), devices=jax.devices()[:devices], cadence=cadence,
+        optax.sgd(0.1), devices=jax.devices()[:devices], cadence=cadence, **options,
     )  # fmt: skip
     train.init({"w": np.ones(2, "float32")})
     return train
@@ -140,6 +140,7 @@ def test_what_is_no_run_changes_nothing(lacks, got):
     changes_nothing(saved, NO_RUN + got)
 
 
+DAMAGED = NO_RUN + "one whose divergence, unread or unreported is damaged ({})."
 WITH_COUNTS = NO_RUN + "one with counts of {} for 3 devices."
 
 
@@ -155,14 +156,33 @@ WITH_COUNTS = NO_RUN + "one with counts of {} for 3 devices."
         ({"in_a_row": -1}, "saved['in_a_row'] must be at least 0, got -1."),
         ({"left_out": 3}, "saved['left_out'] must be a sequence of integers, got 3 (int)."),
         ({"next_window": "a"}, "saved['next_window'] must be an integer, got 'a' (str)."),
+        ({"kinds": 3}, "saved['kinds'] must be a sequence of entries by rank, got 3 (int)."),
+        ({"places": [None] * 3}, "saved['places'][0] must be of type str, got None (NoneType)."),
+        ({"throughput": [1.0]}, "saved['throughput'] must have one entry per device (3), got 1."),
+        ({"throughput": [None, 0, 1]}, "saved['throughput'][1] must be above 0, got 0."),
+        ({"lost": 1}, "saved['lost'] must be a sequence of integers, got 1 (int)."),
+        ({"unreported": 1}, DAMAGED.format("TypeError: 'int' object is not iterable")),
     ],
 )
 def test_a_run_with_values_that_cannot_be_changes_nothing(changed, said):
     changes_nothing(ended() | {"skipped": 7} | changed, said)
 
 
-def changes_nothing(saved, said):
-    train = build(STATES["ElChe"][0], 3)
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"divergence": [1]}, "AttributeError: 'int' object has no attribute 'items'"),
+        ({"divergence": [{"counts": None}]}, "TypeError: 'NoneType' object is not iterable"),
+        ({"unread": [1]}, "TypeError: cannot unpack non-iterable int object"),
+    ],
+)
+def test_a_run_with_averages_that_cannot_be_read_changes_nothing(changed, said):
+    damaged = ended() | {"skipped": 7} | changed
+    changes_nothing(damaged, DAMAGED.format(said), averaging=elche.ParameterAveraging())
+
+
+def changes_nothing(saved, said, **options):
+    train = build(STATES["ElChe"][0], 3, **options)
     train.restore_run(ended() | {"in_a_row": 1, "skipped": 3})
     before = train.skipped, train.cadence_state, train.counts_history
     with pytest.raises(
