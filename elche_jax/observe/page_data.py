@@ -5,6 +5,7 @@ from itertools import groupby
 from math import ceil
 from operator import attrgetter
 from statistics import median, median_low
+from textwrap import shorten
 from typing import Any, TypeVar
 
 from elche_jax.observe.events import (
@@ -233,7 +234,8 @@ def _skip(event: SkipEvent) -> str:
 
 
 def _run(event: RunEvent) -> str:
-    return f"starts or resumes at window {event.windows}, {event.cadence}"
+    # a `Replay` has the counts of all windows
+    return f"starts or resumes at window {event.windows}, {shorten(event.cadence, 200)}"
 
 
 _TEXTS: dict[type[Event], Callable[[Any], str]] = {

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+import elche_jax as elche
 from elche_jax.observe import page as module, page_data
 from elche_jax.observe.page import write_page
 from elche_jax.observe.report import limit_share
@@ -139,6 +140,14 @@ def test_the_embedded_curves(run16, tmp_path):
     assert marks["run"][1][1] == "starts or resumes at window 10, ElChe()"
     text = "evaluated after window 9 in 0.25 s: accuracy 0.1, loss 0.27778"
     assert marks["evaluation"][1] == [text]
+
+
+def test_a_cadence_with_the_counts_of_many_windows_is_cut(tmp_path, made):
+    begin = made.begin(0.0) | {"cadence": repr(elche.Replay([(1, 2)] * 100))}
+    run = read_run(made.write(tmp_path / "timeline.jsonl", [begin, made.window(0, 1.0)]))
+    [text] = Page(written(run, tmp_path)).data["marks"][0]["text"]
+    assert text.startswith("starts or resumes at window 0, Replay(counts_per_window=((1, 2), (1, ")
+    assert text.endswith("[...]") and len(text) < 240
 
 
 def test_shares_of_a_device_add_up(run16, tmp_path):
