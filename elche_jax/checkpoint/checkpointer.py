@@ -217,8 +217,8 @@ class Checkpointer:
     def best(self, state: TrainState) -> TrainState:
         """Return the state of the checkpoint with the best score, see `Checkpoints.keep_best`.
 
-        Waits for a checkpoint that is still being written. Use the state for inference, not to
-        train further: cadence and cursor are not restored.
+        Waits for a checkpoint being written, and works after `close`, too. Use the state for
+        inference, not to train further: cadence and cursor are not restored.
 
         Args:
             state: The state from `init`.

@@ -175,6 +175,7 @@ def test_the_best_by_score(mode, train, windows8, tmp_path):
         for window, score in zip(windows, scores, strict=True):
             saver.save(state, window, force=True, score=score)
     assert steps(tmp_path) == ([3, 7, 8] if mode == "min" else [5, 8])
+    assert content(saver.best(CASE.init(train))) == content(state)  # also when it is closed
 
 
 def test_notes_go_and_come(train, windows8, tmp_path):
