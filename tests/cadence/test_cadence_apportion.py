@@ -127,6 +127,8 @@ def test_clamp_counts_errors():
         ((0.05, 0.95), 4, (1, 3)),
         # 1.5, 1.5, 1.5 -> 2, 2, 2: nothing left for the last, ranks 2 and 1 give
         ((0.3, 0.3, 0.3, 0.1), 5, (2, 1, 1, 1)),
+        # one for each
+        ((0.9, 0.05, 0.05), 3, (1, 1, 1)),
         # fewer than devices: no least size
         ((0.5, 0.3, 0.2), 2, (1, 1, 0)),
         ((0.4, 0.4, 0.2), 1, (0, 0, 1)),

@@ -403,6 +403,10 @@ def test_max_anchor_below_the_initial_anchor():
     assert state.counts == (30, 30)
     state = cadence.update(state, report(state, (1, 1)))
     assert (state.anchor, state.counts) == (20, (20, 20))
+    for allowed in (cadence.init(2), ElChe(anchor=20).init(2)):
+        cadence.check_state(allowed)
+    with pytest.raises(ValueError, match=r"at most max_anchor \(20\), got 31\. Start without"):
+        cadence.check_state(ElChe(anchor=31).init(2))
     assert cadence.update(state, report(state, (1, 1))).anchor == 20
 
 
