@@ -49,7 +49,7 @@ class ElCheState(State):
 
     @property
     def anchor_wall_ms(self) -> float | None:
-        """Expected milliseconds of a window: ``anchor * ms`` of the slowest device.
+        """Expected milliseconds of the slowest device in a window: ``anchor * ms``.
 
         ``None`` until a device has been measured.
         """

@@ -56,7 +56,7 @@ class WindowTime(CheckedCadence[WindowTimeState]):
     state_type = WindowTimeState
 
     window_ms: float = field(default=100.0, metadata={"above": 0})
-    # with 1, a device 1.4 times as fast as the slowest would get no more than it
+    # with 1, a device 1.3 times as fast as the slowest would get no more than it
     least: int = field(default=4, metadata={"low": 1, "high": MAX_COUNT})
 
     def _first(self, world_size: int) -> WindowTimeState:
