@@ -53,7 +53,7 @@ class Replay(CheckedCadence[ReplayState]):
     Attributes:
         counts_per_window: Counts of each window, one entry per device, not negative. A device
             may have 0, but not all devices in the same window. The recording may be of one
-            device. It must have every window, also one that the loop left out.
+            device. It must have every window, including those that the loop left out.
 
     Raises:
         TypeError: If a count is not an integer.

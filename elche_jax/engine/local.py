@@ -296,7 +296,8 @@ def average(
     """Average the devices' parameters between two exchanges.
 
     An array is weighted by the steps since its last exchange. Without such steps it is the same
-    on all devices.
+    on all devices. Weights that are not finite, of a window that was dropped for it, are replaced
+    by the steps.
 
     Args:
         averaging: The averaging rule.
@@ -315,12 +316,13 @@ def average(
     leaves, structure = jax.tree.flatten(trained)
     own = axis.each(lambda s: jax.tree.leaves(selection.split(s.params)[0]), states)
     parts = assign_fragments([x.size for x in leaves], averaging.fragments)
-    # of the last exchange, which was finite: a schedule may have no number for the next one
+    # a schedule may have no number for the next window
     window = jnp.maximum(one.step - 1 - averaging.delay, 0)
     for number, members in enumerate(parts):
         steps = axis.rows(axis.each(lambda k, number=number: k.steps[number], kept))
         work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, window, jnp)
-        shares, _ = shares_of(partial(AveragingRule.weigh, averaging), work)
+        shares, sound = shares_of(partial(AveragingRule.weigh, averaging), work)
+        shares = jnp.where(sound, shares, shares_of(lambda work: work.steps, work)[0])
         x = [base[i] for i in members]
         progress = axis.each(lambda mine, x=x, at=members: _progress(x, [mine[i] for i in at]), own)
         (mean,) = axis.sums((progress, axis.mine(shares)))

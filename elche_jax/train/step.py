@@ -96,8 +96,8 @@ class TrainStep(Scheduled):
     def counts_history(self) -> list[tuple[int, ...]]:
         """Counts of every window trained so far, in order, as `Replay` takes them.
 
-        Windows that the loop leaves out are missing, and `Replay`, which counts these, too, then
-        repeats another run.
+        Windows that the loop leaves out are missing. `Replay` counts them, so it would give later
+        windows the wrong counts.
         """
         return self._scheduler.history
 
@@ -352,8 +352,9 @@ class TrainStep(Scheduled):
         If all copies are equal, as in gradient mode, it is `unreplicate(state.params)`. They
         differ with `DiLoCo(fragments=...)`, `delay=k` or devices that run ahead: arrays are
         then averaged, weighted by the steps since their last exchange; an exponent that follows a
-        schedule is that of the last exchange. All devices take part, including late ones. In a job
-        of several processes, all must call it.
+        schedule is that of the last window that can have been exchanged, or 1 if that is not
+        finite. All devices take part, including late ones. In a job of several processes, all must
+        call it.
 
         Args:
             state: A state of this training step; it is not donated.
