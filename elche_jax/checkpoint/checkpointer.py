@@ -15,7 +15,7 @@ from elche_jax._log import logger
 from elche_jax._processes import RestartRequested, of_process
 from elche_jax._threads import BackgroundThread, wait_at_exit
 from elche_jax.checkpoint.content import COUNTS, Notes, content_of, read_by_first, state_of
-from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
+from elche_jax.checkpoint.errors import CheckpointError, advised, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.memory import Memory
 from elche_jax.checkpoint.options import RESUME, Checkpoints
@@ -134,7 +134,7 @@ class Checkpointer:
                 why = "" if now else ", as it may hold checkpoints"
                 raise OSError(
                     f"checkpoints: {self._folder} must be readable and writable{why}, but "
-                    f"{described(error)}. Fix that, or use another folder."
+                    f"{advised(error)}"
                 ) from error
             logger.warning("elche: no checkpoints will be written: %s", described(error))
             self._error = error
@@ -397,7 +397,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk or has failed; all processes must call it."""
         self._join()
-        error = None if self._error is None else described(self._error)
+        error = None if self._error is None else advised(self._error)
         outcome = self._written, self._step, error
         self.written, self._step, text = self._job.by_first(lambda: outcome)
         self._shared = None
@@ -459,11 +459,8 @@ class Checkpointer:
         raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        what = (described(error) if self._job.first else str(error)).rstrip(".")
-        return CheckpointError(
-            f"checkpoints: {self._folder} must take checkpoints, but {what}. Fix that, or use "
-            "another folder."
-        )
+        what = advised(error) if self._job.first else str(error)
+        return CheckpointError(f"checkpoints: {self._folder} must take checkpoints, but {what}")
 
     def _write(self, store: Store, window: Window, content: Callable[[], Saved]) -> None:
         """Fetch and write a checkpoint, on the thread."""

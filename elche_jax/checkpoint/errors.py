@@ -30,6 +30,13 @@ def described(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {error}", 300)
 
 
+def advised(error: BaseException) -> str:
+    """Return an error as text that ends a message; one of the disk says what to do."""
+    if not isinstance(error, OSError):
+        return described(error)
+    return f"{described(error).rstrip('.')}. Fix that, or use another folder."
+
+
 @contextmanager
 def beside(first: BaseException | None) -> Generator[None]:
     """Turn an error of the block into a note on an error that is already being raised.

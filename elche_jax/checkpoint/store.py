@@ -78,7 +78,7 @@ class Store:
             other than its `monitor` are ignored.
 
     Raises:
-        OSError: The folder cannot be created, or a checkpoint in it cannot be read.
+        OSError: The folder cannot be created, or the scores for `keep_best` cannot be read.
     """
 
     def __init__(self, folder: Path, checkpoints: Checkpoints):
@@ -239,8 +239,11 @@ class Store:
     def _score(self, step: int) -> float | None:
         try:
             return self._intact(step, lambda step: self._score_in(self._manifest(step)))
-        # errors of the disk are raised: without its score, the best checkpoint would be deleted
         except (DamagedCheckpoint, OtherFormat):
+            return None
+        except (MemoryError, OSError):
+            if self._checkpoints.keep_best:  # without its score, the best one would be deleted
+                raise
             return None
 
     def _score_in(self, content: Mapping[str, Any]) -> float | None:

@@ -329,6 +329,16 @@ FULL = (
 )
 
 
+def test_what_is_no_fault_of_the_folder_gets_no_advice_about_it(train, tmp_path):
+    saver = saver_in(train, tmp_path)
+    state = CASE.init(train)
+    with train.windows(TINY, 2) as windows:
+        window = next(windows)
+        saver.save(train(state, window)[0], window, force=True, notes=lambda: {"a": {1}})
+    with pytest.raises(elche.CheckpointError, match=r"of type set is not JSON serializable$"):
+        saver.close()
+
+
 def test_at_once(train, tmp_path, monkeypatch, caplog):
     broken(monkeypatch)
     done = []

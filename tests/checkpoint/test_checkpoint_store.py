@@ -246,7 +246,10 @@ def test_what_cannot_be_read_now_is_not_put_aside(error, filled, tmp_path, monke
         store.newest()
     with monkeypatch.context() as patch, pytest.raises(error, match="not now"):
         patch.setattr(Path, "read_text", fails)
-        Store(folder, Checkpoints())  # without its score the best one would be deleted
+        Store(folder, Checkpoints(keep_best=1))  # without its score the best would be deleted
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        assert Store(folder, Checkpoints()).steps == [1, 2]  # none is kept for its score
     assert is_whole(store.newest()) and store.steps == [1, 2]
 
 
