@@ -154,7 +154,7 @@ def from_flax(
         flax_state: One copy of a `flax.training.train_state.TrainState` or of a subclass. The
             field `batch_stats`, if any, becomes `model_state={"batch_stats": ...}`. Any other field
             of a subclass must be None, outside the pytree, or a collection of `model_state`.
-        model_state: The model state, if any; overrides `batch_stats`.
+        model_state: The model state, if any; with `batch_stats`, unless that is None.
         rng: A key or an integer seed, as for `train.init`.
 
     Returns:
@@ -194,7 +194,7 @@ def from_flax(
 
 def _check_all_is_kept(flax_state: Any, model_state: PyTree) -> None:
     """Raise `ValueError` if a subclass has a value that would be dropped."""
-    kept = {"step", "params", "opt_state", STATS}
+    kept = {"step", "params", "opt_state"}
     kept |= set(model_state) if isinstance(model_state, Mapping) else set()
     for field in fields_of(flax_state):
         # others, such as `apply_fn` and `tx`, are not in Flax's pytree

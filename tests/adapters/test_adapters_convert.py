@@ -179,6 +179,12 @@ FROM = {
         r"lacks, got a value in 'key'\. Pass it in model_state=\{'key': \.\.\.\}, or keep it "
         r"yourself and pass flax_state\.replace\(key=None\)\.$",
     ),
+    "statistics that model_state leaves out": (
+        lambda train: from_flax(
+            train, keyed_state().replace(batch_stats={"m": X}), model_state={"key": X}
+        ),
+        ValueError, r"got a value in 'batch_stats'\. Pass it in model_state=\{'batch_stats': ",
+    ),
     "a bad seed": (
         lambda train: from_flax(train, mlp_state(), rng=-1),
         ValueError, r"from_flax: rng must be at least 0, got -1\.",
