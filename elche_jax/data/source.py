@@ -30,7 +30,7 @@ from elche_jax.data.convert import (
 PyTree = Any
 
 A_LIST = "A list is a pytree; to use it as microbatches, pass iter(list)."
-"""What to do about a list of microbatches, whose arrays are not the leaves of one pytree."""
+"""What to do about a list of microbatches, which is read as one pytree."""
 
 HAND_OVER = 16
 """Number of examples after which the reading thread yields to other threads.
@@ -248,7 +248,7 @@ def as_source(data: Any) -> Source:
         source: Source = ArraySource(data)
     elif is_record(data):
         raise TypeError(f"{expected}, got a {type(data).__name__}. Pass dict(data).")
-    elif isinstance(data, dict | list | tuple):
+    elif isinstance(data, dict | list | tuple) or any(map(is_empty, leaves)):
         if all(map(is_empty, leaves)):
             raise TypeError(f"{expected}, got a {type(data).__name__} without any array.")
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not is_array(leaf)})

@@ -35,7 +35,7 @@ ALWAYS = {"cadence", "cadence_name", "counts", "divergence", "in_a_row", "left_o
 """Keys of a run that every version has saved."""
 
 BY_RANK = {"kinds", "places", "throughput"}
-"""Keys of lists with an entry per device, which only later versions have saved."""
+"""Keys of lists with an entry per device. Earlier versions have saved none or only some of them."""
 
 
 def run_to_dict(
@@ -115,7 +115,7 @@ def restore_run(
         seen = [] if reader is None else [divergence_of(one) for one in saved["divergence"]]
         if reader is not None:
             reader.restore(saved.get("unread") or ())
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         names = "divergence, unread or unreported"
         got = f"one whose {names} is damaged ({type(error).__name__}: {error})"
         raise ValueError(check.message(where, "saved", rule, got)) from error

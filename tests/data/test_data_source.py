@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 from elche_jax.data.convert import as_arrays
 from elche_jax.data.reader import microbatch_size
@@ -245,6 +246,7 @@ def test_an_empty_iterator_is_an_error(empty):
             {"x": np.zeros(2), "y": []},
             r"a dict with leaves of type list\. The list is empty: fill it, or leave it out\.$",
         ),
+        (FrozenDict(x=np.zeros(2), y=[]), r"a FrozenDict with leaves of type list\. The list is"),
         ({}, r"a dict without any array\.$"),
         ({"x": []}, r"a dict without any array\.$"),
         ([{"x": None}], r"a list without any array\.$"),
