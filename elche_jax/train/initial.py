@@ -372,7 +372,9 @@ def as_key(rng: Any, where: str = "TrainStep.init") -> jax.Array:
     rule = "be a key or an integer seed"
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
         # jax.random.key accepts larger seeds, but drops the upper half without 64-bit types
-        return jax.random.key(check.integer(where, "rng", rng, low=0, high=2**32 - 1))
+        seed = check.integer(where, "rng", rng, low=0, high=2**32 - 1)
+        with jax.transfer_guard_host_to_device("allow"):  # a seed is meant to be placed
+            return jax.random.key(seed)
     if isinstance(rng, jax.Array) and not isinstance(rng, Tracer) and rng.is_deleted():
         got = f"{describe(rng)} whose buffer was given up"
         raise ValueError(check.message(where, "rng", rule, got, "Make a new key."))

@@ -98,8 +98,10 @@ def test_a_state_begins_under_a_guard_against_implicit_transfers(rule):
     """What is the user's own is on a device; the library puts its own there explicitly."""
     params, key, train = jax.device_put(PARAMS), jax.random.key(3), build(averaging=rule)
     with jax.transfer_guard("disallow"):
-        state = train.init(params, rng=key)
-    for mine, theirs in zip(*map(jax.tree.leaves, (state, train.init(PARAMS, rng=3))), strict=True):
+        state, of_seed = train.init(params, rng=key), train.init(params, rng=3)
+    same = state, of_seed, train.init(PARAMS, rng=3)
+    for mine, seeded, theirs in zip(*map(jax.tree.leaves, same), strict=True):
+        np.testing.assert_array_equal(seeded, theirs, strict=True)
         np.testing.assert_array_equal(mine, theirs, strict=True)
 
 
