@@ -58,7 +58,8 @@ def cadence_for(
     """Return a cadence adapted to devices of these kinds; None for None.
 
     Raises:
-        TypeError: It is not a cadence, or a user's `for_kinds` does not return one.
+        TypeError: It is not a cadence, or a user's `for_kinds` does not return one, or `update`
+            takes other arguments.
     """
     if cadence is None:
         return None
@@ -67,6 +68,7 @@ def cadence_for(
         raise TypeError(check.message(where, "cadence", rule, repr(cadence)))
     found, rule = cadence.for_kinds(kinds), "return a cadence"
     check.instance(type(cadence).__name__, "for_kinds", found, Cadence, rule)
+    check.takes(f"{type(found).__name__}: update", found.update, ("state", "report", "verdict"))
     return found
 
 

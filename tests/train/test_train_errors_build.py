@@ -142,6 +142,16 @@ def test_a_hook_that_forgets_what_it_returns():
     ):
         build(cadence=Forgets())
 
+    class Short(elche.EveryBatch):
+        def update(self, state, report):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return state
+
+    with pytest.raises(
+        TypeError,
+        match=r"^Short: update must take \(state, report, verdict\), got a function of ",
+    ):
+        build(cadence=Short())
+
 
 @pytest.mark.parametrize("policy", ["auto", "sync"])
 def test_speed_hint_in_a_config_that_does_not_use_it(policy, caplog):
