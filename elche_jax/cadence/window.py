@@ -52,7 +52,7 @@ class Divergence:
     """How far apart the devices were at the end of a window; one entry per device.
 
     `x` are the parameters before the window, `y` the device's parameters after its local
-    steps, `a` the parameters after the synchronisation and `delta` the averaged difference.
+    steps, `a` the average before any outer optimizer, and `delta` the averaged difference.
     Parameters that the window did not exchange are ignored. The distance of a device that was
     left out is NaN.
 

@@ -43,7 +43,7 @@ class RunReport:
             `sum(counts) / (wall * sum(1 / ms_per_batch))`; None until all are measured.
         sync_ms: Median cost of a synchronisation in milliseconds.
         skew_ms: Median spread of the devices' arrivals at it in milliseconds.
-        compile_hits: Program requests answered at once.
+        compile_hits: Program requests answered at once; None for a run read from a file.
         compile_misses: Program requests that waited for a compilation.
         compiled_ahead: Programs compiled in the background.
         compile_s: Seconds spent compiling.
@@ -62,7 +62,7 @@ class RunReport:
     limit_share: float | None
     sync_ms: float
     skew_ms: float
-    compile_hits: int
+    compile_hits: int | None
     compile_misses: int
     compiled_ahead: int
     compile_s: float
@@ -79,11 +79,12 @@ class RunReport:
                 f"{device.busy_share:>7.0%}"
             )
         limit = "-" if self.limit_share is None else f"{self.limit_share:.1%}"
+        hits = "" if self.compile_hits is None else f"{self.compile_hits} hits, "
         rows += [
             f"last {counted(self.windows, 'window')}: {self.examples_per_s:,.0f} examples/s, "
             f"{limit} of the limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
             f"compiles: {self.compile_misses} waited for, {self.compiled_ahead} ahead, "
-            f"{self.compile_hits} hits, {self.compile_s:.1f} s",
+            f"{hits}{self.compile_s:.1f} s",
         ]
         if self.exchange_bytes:
             frozen = f" ({file_size(self.frozen_bytes)} frozen, left out)"
@@ -182,7 +183,8 @@ def make_report(
         records: Windows, oldest first.
         names: Names of the devices.
         counts: The plan for the next window.
-        compiles: The statistics of the compile cache: `hits`, `misses`, `ahead`, `seconds`.
+        compiles: The statistics of the compile cache: `misses`, `ahead`, `seconds`, and `hits` if
+            known, which files do not record as they cost nothing.
         skipped: Number of windows that were not finite, see `RunReport`.
         exchange_bytes: Bytes that each device exchanges per window.
         frozen_bytes: Bytes that frozen parameters would add.
@@ -197,7 +199,7 @@ def make_report(
         limit_share=limit_share(steady),
         sync_ms=median([r.sync_ms for r in steady]) if steady else 0.0,
         skew_ms=median([r.skew_ms for r in steady]) if steady else 0.0,
-        compile_hits=int(compiles["hits"]),
+        compile_hits=int(compiles["hits"]) if "hits" in compiles else None,
         compile_misses=int(compiles["misses"]),
         compiled_ahead=int(compiles["ahead"]),
         compile_s=compiles["seconds"],

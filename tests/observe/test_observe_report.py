@@ -161,6 +161,7 @@ def test_report_reads_as_a_table():
         "compiles: 3 waited for, 2 ahead, 70 hits, 1.3 s",
     ]
     assert "- of the limit" in str(dataclasses.replace(report, limit_share=None))
+    assert "ahead, 1.3 s" in str(dataclasses.replace(report, compile_hits=None))
 
 
 def test_sizes_and_numbers_read_as_they_are():

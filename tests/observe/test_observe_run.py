@@ -178,6 +178,7 @@ def test_the_report_is_of_all_windows_on_the_last_devices(tmp_path, made):
     assert report.examples_per_s == pytest.approx(sum(r["examples"] for r in steady) / seconds)
     assert report.limit_share == limit_share([w.record for w in run.latest if w.record.steady])
     assert [device.name for device in report.devices] == ["a", "b", "c"]
+    assert report.compile_hits is None
     assert report.counts == tuple(records[-2]["counts"]) and report.windows == 7
     assert (report.exchange_bytes, report.frozen_bytes) == (4_000_000, 1_000_000)
     assert (report.compile_misses, report.compiled_ahead, report.skipped) == (3, 0, 3)
