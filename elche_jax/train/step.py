@@ -8,6 +8,7 @@ import jax
 import optax
 
 from elche_jax import _check as check
+from elche_jax._log import logger
 from elche_jax.cadence import Cadence, Controller, Divergence, NoGuard
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
@@ -447,6 +448,11 @@ class TrainStep(Scheduled):
             saved: The dict; anything else raises a `TypeError` or a `ValueError`.
         """
         restore_run(saved, self.fleet.job, self._scheduler, self._watch, self._divergence)
+        if self._options.late and self._options.exchange is not None and self.fleet.job.at == 0:
+            logger.warning(
+                "elche: averages that were pending on the host at the checkpoint are not in it, so "
+                "the parameters will not be those of an uninterrupted run."
+            )
         self._runners.unreported = rows_of(self.fleet.job, saved.get("unreported"))
 
     def report(self) -> RunReport:

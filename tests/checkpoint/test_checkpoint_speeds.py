@@ -181,6 +181,27 @@ def test_a_run_with_averages_that_cannot_be_read_changes_nothing(changed, said):
     changes_nothing(damaged, DAMAGED.format(said), averaging=elche.ParameterAveraging())
 
 
+HOST = elche.HostExchange()
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"averaging": elche.MeanGradient(delay=1), "exchange": HOST}, True),
+        ({"averaging": elche.MeanGradient(delay=1)}, False),
+        ({"exchange": HOST}, False),
+    ],
+)
+def test_pending_averages_that_a_checkpoint_does_not_have(options, warned, caplog):
+    train = build(STATES["ElChe"][0], 2, **options)
+    train.restore_run(train.run_to_dict())
+    said = [text for text in caplog.messages if "pending on the host" in text]
+    assert said == warned * [
+        "elche: averages that were pending on the host at the checkpoint are not in it, so the "
+        "parameters will not be those of an uninterrupted run."
+    ]
+
+
 def changes_nothing(saved, said, **options):
     train = build(STATES["ElChe"][0], 3, **options)
     train.restore_run(ended() | {"in_a_row": 1, "skipped": 3})
