@@ -408,6 +408,15 @@ def test_an_average_holds_max_batch_diff():
     assert counts == [(40, 120), (40, 119), (40, 120), (40, 121)]
 
 
+def test_what_is_learnt_fits_the_counts_and_starts_their_reports_over():
+    scheduler = Scheduler(ElChe(anchor=10))
+    state = run(scheduler, scheduler.init(2), (3.0, 1.0), AVERAGED + 4)
+    learnt = scheduler.learn(state, WindowReport((30.0, 31.5), (10, 30), 0.0))
+    # a weight of 0.1: 1.005 ms
+    assert state.agreed > 0 and learnt.agreed == 0 and learnt.counts == (10, 30)
+    assert learnt.cadence.ms_per_batch[1] == pytest.approx(1.005)
+
+
 def test_an_imbalance_inside_the_dead_zone_is_fitted_after_a_while():
     # the first windows of the plan say 3.0 : 1.07, all later ones 3.0 : 1.0
     scheduler = Scheduler(ElChe(anchor=10))

@@ -113,6 +113,7 @@ def test_the_limit_is_that_of_the_smoothed_deviation(measured):
 
 def test_a_state_that_was_saved_without_deviations_goes_on():
     state = ShiftState.from_dict({"runs": [1, 0]})
+    assert Shift().first_deviations(state) == (True, False)
     assert Shift().update(state, (10.0, 10.0), (12.0, 10.0))[1]
     with pytest.raises(ValueError, match=r"^ShiftState\.from_dict: deviations must have one entry"):
         ShiftState.from_dict({"runs": [1, 0], "deviations": [0.1]})
