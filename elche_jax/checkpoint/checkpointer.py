@@ -226,6 +226,7 @@ class Checkpointer:
         Raises:
             ValueError: No checkpoint has a score, or it is of a different model.
             DamagedCheckpoint: The checkpoint is damaged.
+            OSError: A score cannot be read.
         """
 
         def read() -> Saved:

@@ -90,7 +90,10 @@ class Store:
         self._checkpoints = checkpoints
         self._remove_unfinished()
         self._write_arrays = write_arrays
-        self._scores = {step: self._score(step) for step in steps_in(self.folder)}
+        self._steps = set(steps_in(self.folder))
+        self._scores: dict[int, float | None] = {}  # of those that were asked for
+        if checkpoints.keep_best:
+            self._read_scores()  # now, as an error would end training later
 
     def save(self, saved: Saved) -> int:
         """Write a checkpoint; it is complete when this returns.
@@ -137,6 +140,7 @@ class Store:
             if cause is None:
                 raise
             raise cause from error
+        self._steps.add(step)
         self._scores[step] = score
         sync_entries(self.folder)  # after a power cut, the new one or the old ones must be there
         self._remove_old()
@@ -150,7 +154,7 @@ class Store:
         """
         path = self._path(step)
         if os.path.lexists(path):
-            got = "another checkpoint" if step in self._scores else "something that is not one"
+            got = "another checkpoint" if step in self._steps else "something that is not one"
             raise ValueError(
                 f"checkpoints: {path} must not exist before a checkpoint is written there, got "
                 f"{got}. Move it, or use another folder."
@@ -159,17 +163,15 @@ class Store:
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints, oldest first."""
-        return sorted(self._scores)
+        return sorted(self._steps)
 
     @property
     def ranked(self) -> list[int]:
-        """Steps of the checkpoints with a score, best first."""
+        """Steps of the checkpoints with a score, best first; raises errors of the disk."""
         sign = 1 if self._checkpoints.mode == "min" else -1
-        known = [
-            (sign * score, step)
-            for step, score in list(self._scores.items())  # copied: the writing thread may add one
-            if score is not None
-        ]
+        self._read_scores()
+        scores = list(self._scores.items())  # copied: the writing thread may add one
+        known = [(sign * score, step) for step, score in scores if score is not None]
         return [step for _, step in sorted(known)]
 
     def read(self, step: int) -> Saved:
@@ -224,7 +226,8 @@ class Store:
     def _remove_old(self) -> None:
         """Delete the checkpoints that need not be kept."""
         steps, asked = self.steps, self._checkpoints
-        kept = {*steps[-asked.keep_last :], *self.ranked[: asked.keep_best]}
+        best = self.ranked[: asked.keep_best] if asked.keep_best else ()
+        kept = {*steps[-asked.keep_last :], *best}
         for step in (step for step in steps if step not in kept):
             # renamed first, so that a kill leaves no partial checkpoint
             doomed = self._free(f"{step}{UNFINISHED}")
@@ -234,17 +237,19 @@ class Store:
                 pass
             except OSError as error:  # not fatal: the new one is complete
                 logger.warning("elche: an old checkpoint could not be deleted: %s", error)
-            self._scores.pop(step, None)
+            self._forget(step)
 
-    def _score(self, step: int) -> float | None:
-        try:
-            return self._intact(step, lambda step: self._score_in(self._manifest(step)))
-        except (DamagedCheckpoint, OtherFormat):
-            return None
-        except (MemoryError, OSError):
-            if self._checkpoints.keep_best:  # without its score, the best one would be deleted
-                raise
-            return None
+    def _read_scores(self) -> None:
+        """Read the scores that are not known yet; raises errors of the disk.
+
+        Without its score, the best checkpoint would be deleted.
+        """
+        for step in self._steps - self._scores.keys():
+            try:
+                score = self._intact(step, lambda step: self._score_in(self._manifest(step)))
+            except (DamagedCheckpoint, OtherFormat):
+                score = None
+            self._scores[step] = score
 
     def _score_in(self, content: Mapping[str, Any]) -> float | None:
         return content["score"] if content["monitor"] == self._checkpoints.monitor else None
@@ -310,8 +315,12 @@ class Store:
     def _set_aside(self, step: int) -> Path:
         aside = self._free(f"damaged-{step}")
         self._path(step).rename(aside)
-        del self._scores[step]
+        self._forget(step)
         return aside
+
+    def _forget(self, step: int) -> None:
+        self._steps.discard(step)
+        self._scores.pop(step, None)
 
 
 def steps_in(folder: Path) -> list[int]:

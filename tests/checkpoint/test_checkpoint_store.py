@@ -249,7 +249,10 @@ def test_what_cannot_be_read_now_is_not_put_aside(error, filled, tmp_path, monke
         Store(folder, Checkpoints(keep_best=1))  # without its score the best would be deleted
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", fails)
-        assert Store(folder, Checkpoints()).steps == [1, 2]  # none is kept for its score
+        unranked = Store(folder, Checkpoints())  # none is kept for its score
+        assert unranked.steps == [1, 2]
+        with pytest.raises(error, match="not now"):
+            _ = unranked.ranked
     assert is_whole(store.newest()) and store.steps == [1, 2]
 
 
