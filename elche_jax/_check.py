@@ -373,7 +373,7 @@ class CheckedFields:
                 keep_checked(self, name, rule, **bounds)
 
 
-class Bound:
+class Uncopyable:
     """Mixin for objects that hold devices and threads, which belong to their process.
 
     Raises:

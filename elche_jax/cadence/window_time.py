@@ -70,7 +70,7 @@ class WindowTime(CheckedCadence[WindowTimeState]):
         counts = np.ones(len(ms), dtype=np.int64)
         if known.any():
             slowest = float(ms[known].max())
-            most = max(1.0, MAX_COUNT * (float(ms[known].min()) / slowest))
+            most = MAX_COUNT * (float(ms[known].min()) / slowest)
             anchor = max(self.least, round(min(self.window_ms / slowest, most)))
             counts[known] = np.minimum(densest(anchor, ms[known]), MAX_COUNT)
         return WindowTimeState(tuple(counts.tolist()), as_times(ms))

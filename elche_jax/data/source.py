@@ -215,6 +215,11 @@ class IterableSource:
 Source = ArraySource | MapSource | IterableSource
 
 
+def is_list(source: Source) -> bool:
+    """Return whether the data is a list of arrays, which the user may mean as microbatches."""
+    return isinstance(source, ArraySource) and isinstance(source.tree, list)
+
+
 def as_source(data: Any) -> Source:
     """Return the source for the user's data.
 

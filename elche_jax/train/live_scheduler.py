@@ -452,7 +452,7 @@ class LiveScheduler:
         return idle if idle > HINT_ABOVE and busy >= HINT_MS * self._world_size else None
 
 
-class Scheduled(check.Bound):
+class Scheduled(check.Uncopyable):
     """The part of its scheduler that a training or evaluation step exposes."""
 
     _scheduler: LiveScheduler

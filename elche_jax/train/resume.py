@@ -1,6 +1,6 @@
 """Saving and restoring a run: its plain numbers, and states for other devices or options."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -74,12 +74,15 @@ def run_to_dict(
 def restore_run(
     saved: Mapping[str, Any], job: Job, scheduler: LiveScheduler, watch: FiniteWatch,
     divergence: DivergenceReader | None,
-) -> None:  # fmt: skip
+) -> PyTree:  # fmt: skip
     """Restore a run from the dict of `run_to_dict`.
 
     On different devices the cadence begins with the known speeds of those that were there before,
     or else of their kind. Measurements by a different cadence, or by one with other arguments, do
     not apply: the cadence starts over, and the first live process logs a line that says so.
+
+    Returns:
+        The last window's metrics that the next one reports, see `rows_of`.
 
     Raises:
         TypeError, ValueError: `saved` is not such a dict; the run is then unchanged.
@@ -98,43 +101,55 @@ def restore_run(
         for name in ("skipped", "in_a_row", "next_window")
     )
     check.integers(where, "saved['lost']", saved.get("lost", ()), low=0)
-    for name in sorted(BY_RANK & saved.keys()):
-        argument = f"saved[{name!r}]"
-        entries = check.items(where, argument, saved[name], "entries by rank")
-        check.per_device(where, argument, len(entries), before)
-        if name == "throughput":  # None if unknown
-            check.reals(where, argument, [1 if rate is None else rate for rate in entries], above=0)
-        else:
-            strings(where, argument, entries)
-    say = logger.warning if job.at == 0 else logger.debug
-    kinds = kinds_of(job.devices)
-    world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
-    reader = divergence if before == world_size else None
+    _check_by_rank(saved, before, where)
+    same = before == job.world_size
     try:  # before anything is changed
-        rows_of(job, saved.get("unreported"))
-        seen = [] if reader is None else [divergence_of(one) for one in saved["divergence"]]
-        if reader is not None:
-            reader.restore(saved.get("unread") or ())
+        unreported = rows_of(job, saved.get("unreported"))
+        seen = []
+        if same and divergence is not None:
+            seen = [divergence_of(one) for one in saved["divergence"]]
+            divergence.restore(saved.get("unread") or ())
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         names = "divergence, unread or unreported"
         got = f"one whose {names} is damaged ({type(error).__name__}: {error})"
         raise ValueError(check.message(where, "saved", rule, got)) from error
-    if before != world_size:
-        scheduler.restart(window=window)
-        knows = _believe(saved, kinds, job, scheduler)
-        say(
-            "elche: the number of devices is %d, the checkpoint's was %d: %sthe guard's history "
-            "and counts_history start over%s.",
-            world_size,
-            before,
-            "" if knows else "the cadence, ",
-            ", counts begin with the speeds that are known" if knows else "",
-        )
-        watch.restore(skipped, [0] * world_size, in_a_row)
-        return
-    watch.restore(skipped, left_out, in_a_row)
-    scheduler.restart(counts, seen, window)
-    name = type(scheduler.cadence).__name__
+    watch.restore(skipped, left_out if same else [0] * job.world_size, in_a_row)
+    say = logger.warning if job.at == 0 else logger.debug
+    if same:
+        scheduler.restart(counts, seen, window)
+        _restore_cadence(saved, job, scheduler, say)
+        return unreported
+    scheduler.restart(window=window)
+    knows = _believe(saved, kinds_of(job.devices), job, scheduler)
+    say(
+        "elche: the number of devices is %d, the checkpoint's was %d: %sthe guard's history "
+        "and counts_history start over%s.",
+        job.world_size,
+        before,
+        "" if knows else "the cadence, ",
+        ", counts begin with the speeds that are known" if knows else "",
+    )
+    return unreported
+
+
+def _check_by_rank(saved: Mapping[str, Any], devices: int, where: str) -> None:
+    """Check what a saved run says of each of its devices."""
+    for name in sorted(BY_RANK & saved.keys()):
+        argument = f"saved[{name!r}]"
+        entries = check.items(where, argument, saved[name], "entries by rank")
+        check.per_device(where, argument, len(entries), devices)
+        if name == "throughput":  # None if unknown
+            check.reals(where, argument, [1 if rate is None else rate for rate in entries], above=0)
+        else:
+            strings(where, argument, entries)
+
+
+def _restore_cadence(
+    saved: Mapping[str, Any], job: Job, scheduler: LiveScheduler, say: Callable[..., None]
+) -> None:
+    """Restore the cadence on as many devices as before, or say why it starts over."""
+    kinds, name = kinds_of(job.devices), type(scheduler.cadence).__name__
+    saved_kinds = saved.get("kinds", kinds)
     if saved["cadence_name"] != name:
         why = f"the checkpoint is of a run with {saved['cadence_name']}, this one has {name}"
     elif _moved(saved, job) and _believe(saved, kinds, job, scheduler):

@@ -12,14 +12,7 @@ from elche_jax import _check as check
 from elche_jax.data.convert import name_of, no_numbers
 from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
-from elche_jax.data.source import (
-    A_LIST,
-    ArraySource,
-    IterableSource,
-    MapSource,
-    Source,
-    stack,
-)
+from elche_jax.data.source import A_LIST, IterableSource, MapSource, Source, is_list, stack
 from elche_jax.engine.bits import check_bits, is_numeric
 from elche_jax.engine.place import Placement
 
@@ -86,7 +79,7 @@ class DataPlan:
             yield
         except Exception as error:
             # the list may also be meant: the function then expects one
-            if isinstance(self.source, ArraySource) and isinstance(self.source.tree, list):
+            if is_list(self.source):
                 error.add_note(f"data: {A_LIST}")
             raise
 
@@ -137,7 +130,7 @@ def check_batch_size(
             )
         return first
     todo = ""
-    if batch_size is None and isinstance(source, ArraySource) and isinstance(source.tree, list):
+    if batch_size is None and is_list(source):
         todo = A_LIST
     size = check.integer("data", "batch_size", batch_size, low=1, todo=todo)
     if size > source.size and drop_last:

@@ -32,7 +32,6 @@ from elche_jax.train.resume import (
     adopt,
     join_devices,
     restore_run,
-    rows_of,
     rows_to_dict,
     run_to_dict,
 )
@@ -447,13 +446,14 @@ class TrainStep(Scheduled):
         Args:
             saved: The dict; anything else raises a `TypeError` or a `ValueError`.
         """
-        restore_run(saved, self.fleet.job, self._scheduler, self._watch, self._divergence)
+        self._runners.unreported = restore_run(
+            saved, self.fleet.job, self._scheduler, self._watch, self._divergence
+        )
         if self._options.late and self._options.exchange is not None and self.fleet.job.at == 0:
             logger.warning(
                 "elche: averages that were pending on the host at the checkpoint are not in it, so "
                 "the parameters will not be those of an uninterrupted run."
             )
-        self._runners.unreported = rows_of(self.fleet.job, saved.get("unreported"))
 
     def report(self) -> RunReport:
         """Return the speeds, counts, busy shares and compiles so far."""

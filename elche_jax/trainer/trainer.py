@@ -41,7 +41,7 @@ def taking(
     return typed
 
 
-class Trainer(check.Bound):
+class Trainer(check.Uncopyable):
     """Train a model: loop, evaluation, checkpoints, logging and progress display.
 
     In a job of several processes, all call `fit` alike. The first process writes all files and
