@@ -14,7 +14,7 @@ from elche_jax._exit import before_exit
 from elche_jax._log import logger
 from elche_jax._processes import RestartRequested, of_process
 from elche_jax._threads import BackgroundThread, wait_at_exit
-from elche_jax.checkpoint.content import COUNTS, Notes, content_of, read_by_first, state_of
+from elche_jax.checkpoint.content import Notes, content_of, read_by_first, run_of, state_of
 from elche_jax.checkpoint.errors import CheckpointError, advised, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.memory import Memory
@@ -174,7 +174,7 @@ class Checkpointer:
             if saved is None:
                 return state, None, {}
             notes, state = saved.notes, state_of(saved, self._train, state, self._folder)
-        self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
+        self._train.restore_run(run_of(saved), state)
         self._step, self._run = saved.step, self._train.run
         logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
         return state, Cursor.from_dict(notes["cursor"]), notes["notes"]
@@ -336,7 +336,7 @@ class Checkpointer:
         self._job.by_first(lambda: self._check_free(step))
         # copied before this returns: the next window donates the state's buffers
         snapshot = take(state, self._train.common(state), self._job)
-        run = self._train.run_to_dict()
+        run = self._train.run_to_dict(state)
         content = cache(partial(content_of, window, snapshot, run, notes, score))
         if again:
             if self._store is not None:  # before the disk, which may fail or hang

@@ -19,6 +19,9 @@ from elche_jax.train.step import TrainStep
 COUNTS = "counts_history"
 """Name under which the counts are saved next to the leaves of the state."""
 
+PENDING = "pending/"
+"""Prefix of the names of the arrays that hold windows pending on the host."""
+
 Notes = Callable[[], Mapping[str, Any]]
 
 
@@ -38,15 +41,29 @@ def content_of(
         more: Returns further notes.
         score: Score of the state.
     """
+    numbers = dict(run)
+    leaves = snapshot.fetch() | {COUNTS: numbers.pop("counts")}
+    if pending := run.get("pending"):
+        arrays = pending["arrays"]
+        leaves |= {f"{PENDING}{at}": np.asarray(array) for at, array in enumerate(arrays)}
+        numbers["pending"] = pending | {"arrays": len(arrays)}
     notes = {
         "world_size": len(run["left_out"]),
         "cursor": window.cursor.to_dict(),
-        "run": {name: value for name, value in run.items() if name != "counts"},
+        "run": numbers,
         "notes": {} if more is None else dict(more()),
     }
-    leaves = snapshot.fetch() | {COUNTS: run["counts"]}
     specs = {name: LeafSpec.of(array, name in snapshot.own) for name, array in leaves.items()}
     return Saved(window.index + 1, leaves, specs, notes, score)
+
+
+def run_of(saved: Saved) -> dict[str, Any]:
+    """Return the run in a checkpoint, as `content_of` got it."""
+    run = saved.notes["run"] | {"counts": saved.leaves[COUNTS]}
+    if pending := run.get("pending"):
+        arrays = [saved.leaves[f"{PENDING}{at}"] for at in range(pending["arrays"])]
+        run["pending"] = pending | {"arrays": arrays}
+    return run
 
 
 def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:
@@ -80,7 +97,11 @@ def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:
 
 def state_of(saved: Saved, train: TrainStep, like: TrainState, folder: Path) -> TrainState:
     """Place a saved state on the devices like an existing state; errors name `folder`."""
-    specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
+    specs = {
+        name: spec
+        for name, spec in saved.specs.items()
+        if name != COUNTS and not name.startswith(PENDING)
+    }
     differs = difference(like, specs)
     if differs:
         raise ValueError(

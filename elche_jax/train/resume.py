@@ -74,7 +74,7 @@ def run_to_dict(
 def restore_run(
     saved: Mapping[str, Any], job: Job, scheduler: LiveScheduler, watch: FiniteWatch,
     divergence: DivergenceReader | None,
-) -> PyTree:  # fmt: skip
+) -> tuple[PyTree, Mapping[str, Any] | None]:  # fmt: skip
     """Restore a run from the dict of `run_to_dict`.
 
     On different devices the cadence begins with the known speeds of those that were there before,
@@ -82,7 +82,8 @@ def restore_run(
     not apply: the cadence starts over, and the first live process logs a line that says so.
 
     Returns:
-        The last window's metrics that the next one reports, see `rows_of`.
+        The last window's metrics that the next one reports, see `rows_of`; and the windows that
+        were pending on the host, see `HostRunner.pending`.
 
     Raises:
         TypeError, ValueError: `saved` is not such a dict; the run is then unchanged.
@@ -105,12 +106,13 @@ def restore_run(
     same = before == job.world_size
     try:  # before anything is changed
         unreported = rows_of(job, saved.get("unreported"))
+        pending = _pending_of(saved.get("pending"))
         seen = []
         if same and divergence is not None:
             seen = [divergence_of(one) for one in saved["divergence"]]
             divergence.restore(saved.get("unread") or ())
-    except (AttributeError, OverflowError, TypeError, ValueError) as error:
-        names = "divergence, unread or unreported"
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        names = "divergence, unread, unreported or pending"
         got = f"one whose {names} is damaged ({type(error).__name__}: {error})"
         raise ValueError(check.message(where, "saved", rule, got)) from error
     watch.restore(skipped, left_out if same else [0] * job.world_size, in_a_row)
@@ -118,7 +120,7 @@ def restore_run(
     if same:
         scheduler.restart(counts, seen, window)
         _restore_cadence(saved, job, scheduler, say)
-        return unreported
+        return unreported, pending
     scheduler.restart(window=window)
     knows = _believe(saved, kinds_of(job.devices), job, scheduler)
     say(
@@ -129,7 +131,7 @@ def restore_run(
         "" if knows else "the cadence, ",
         ", counts begin with the speeds that are known" if knows else "",
     )
-    return unreported
+    return unreported, pending
 
 
 def _check_by_rank(saved: Mapping[str, Any], devices: int, where: str) -> None:
@@ -170,6 +172,15 @@ def _restore_cadence(
             say("elche: the cadence starts over: %s", error)
         return
     say("elche: %s: the cadence starts over.", why)
+
+
+def _pending_of(saved: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the pending windows of a saved run with their arrays; JSON turns these into lists."""
+    if not saved:
+        return saved
+    asked = {name: saved[name] for name in ("step", "metrics", "merge")}
+    arrays = [np.asarray(array) for array in saved["arrays"] or ()]  # None except in the first
+    return asked | {"windows": int(saved["windows"]), "arrays": arrays}
 
 
 def _counts_of(saved: Any, devices: int, where: str, rule: str) -> NDArray[np.int64]:

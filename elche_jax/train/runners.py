@@ -1,5 +1,6 @@
 """The runners of a training step: one for each kind of state, loss and data."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from elche_jax.engine.rule import Ended, Rule
 from elche_jax.engine.runner import Runner, WindowRunner
 from elche_jax.engine.shapes import signature
 from elche_jax.engine.state import TrainState
-from elche_jax.train.initial import StateSpec, check_digits
+from elche_jax.train.initial import StateSpec, check_buffers, check_digits
 from elche_jax.train.microbatch_split import Splitter
 from elche_jax.train.options import Options
 from elche_jax.train.spec import DataPlan
@@ -62,6 +63,7 @@ class Runners:
         self._runners: dict[Any, WindowRunner] = {}
         self._used: WindowRunner | None = None
         self._unreported: PyTree = None
+        self._restored: tuple[TrainState, Mapping[str, Any]] | None = None
 
     def begin(self, params: PyTree, model_state: PyTree) -> None:
         """Begin a run from these values, see `Splitter.begin`."""
@@ -69,7 +71,7 @@ class Runners:
 
     def release(self) -> None:
         """Free what the runners keep on the devices."""
-        self._unreported = None
+        self._unreported = self._restored = None
         for runner in self._runners.values():
             runner.release()
 
@@ -82,6 +84,44 @@ class Runners:
     @unreported.setter
     def unreported(self, rows: PyTree) -> None:
         self._used, self._unreported = None, rows
+
+    def pending(self, state: TrainState) -> Mapping[str, Any] | None:
+        """Return the windows pending on the host in a state, see `HostRunner.pending`."""
+        if self._restored is not None and self._restored[0] is state:
+            return self._restored[1]
+        hosts = [one for one in self._runners.values() if isinstance(one, HostRunner)]
+        found = next((one for host in hosts if (one := host.pending(state)) != {}), {})
+        if found is None:
+            self._say(
+                "elche: windows that are pending on the host have no mean, as a process of the job "
+                "has ended, and are not saved. Call TrainStep.whole before."
+            )
+        return found
+
+    def restore_pending(self, state: TrainState | None, saved: Mapping[str, Any] | None) -> None:
+        """Continue with windows that were pending on the host from a state.
+
+        Args:
+            state: The state; None if it is not known.
+            saved: What `pending` returned; None if it is not known.
+
+        Raises:
+            ValueError: The processes of a job pass different windows.
+        """
+        shapes = saved and [array.shape for array in saved["arrays"]]
+        self._fleet.job.check_same("TrainStep.restore_run", pending=shapes)
+        # held until `windows` makes the runner, which then lets go of it
+        self._restored = (state, saved) if state is not None and saved else None
+        late = self._options.late and self._options.exchange is not None
+        if self._restored is None and (saved or (saved is None and late)):
+            self._say(
+                "elche: windows that were pending on the host when this run was saved are not "
+                "known, so the parameters will not be those of an uninterrupted run.%s",
+                " Pass the state to run_to_dict and restore_run." if state is None else "",
+            )
+
+    def _say(self, text: str, *args: Any) -> None:
+        (logger.warning if self._fleet.job.at == 0 else logger.debug)(text, *args)
 
     def get(self, initial: StateSpec, plan: DataPlan) -> WindowRunner:
         """Return the runner for a state and data of these shapes.
@@ -128,6 +168,7 @@ class Runners:
         if runner is not self._used:
             self._pass_unreported(runner)
         self._used = runner
+        self._pass_pending(runner)
         return runner
 
     def _pass_unreported(self, runner: WindowRunner) -> None:
@@ -142,6 +183,22 @@ class Runners:
                 "train: loss and metrics of the window before the stop are not reported, as this "
                 "run has one device, other metrics or an exchange on the host."
             )
+
+    def _pass_pending(self, runner: WindowRunner) -> None:
+        """Pass restored windows to the runner, if it can continue with them."""
+        restored, self._restored = self._restored, None
+        if restored is None:
+            return
+        check_buffers(restored[0], "windows")
+        if isinstance(runner, HostRunner) and runner.restore_pending(*restored):
+            return
+        self._say(
+            "elche: windows that were pending on the host when this run was saved do not fit this "
+            "run, which has other devices, metrics or options: %s.",
+            "their gradients are dropped"
+            if self._options.averaging is None
+            else "their steps are kept",
+        )
 
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
         """Return the bytes that each device exchanges per window, and those that freezing saves.

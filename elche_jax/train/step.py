@@ -8,7 +8,6 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax._log import logger
 from elche_jax.cadence import Cadence, Controller, Divergence, NoGuard
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
@@ -426,18 +425,35 @@ class TrainStep(Scheduled):
         if like is not None and (text := other_shapes(where, state, like)):
             raise ValueError(text)
 
-    def run_to_dict(self) -> dict[str, Any]:
+    def run_to_dict(self, state: TrainState | None = None) -> dict[str, Any]:
         """Return all of the run but the state, as plain numbers; all processes must call it.
 
-        It holds, among others, the cadence's state, `counts_history` (under `"counts"`, as an array
+        It waits for the windows in flight, as their measurements are part of it. It holds, among
+        others, the cadence's state, `counts_history` (under `"counts"`, as an array
         `(windows, world_size)`), the number of the next window, `divergence`, `skipped`,
         `left_out`, and the last window's metrics that the next one reports.
+
+        Args:
+            state: The state that is saved with it. With an exchange on the host and means that are
+                applied late, the windows pending in it are added under `"pending"`, with a list of
+                arrays. In a job of several processes only the first one gets the arrays: restore
+                its dict in all.
+
+        Raises:
+            TypeError, ValueError: As when the training step is called.
+            NonFiniteError, ReplicaMismatch: Raised by a window in flight.
         """
+        if state is not None:
+            self.check_state(state, "TrainStep.run_to_dict")
+        if self._last_pipeline is not None:
+            self._last_pipeline.settle()
+        pending = None if state is None else self._runners.pending(state)
         job = self.fleet.job
         known = run_to_dict(job, self._scheduler, self._watch, self._divergence)
-        return known | {"unreported": rows_to_dict(job, self._runners.unreported)}
+        known |= {"unreported": rows_to_dict(job, self._runners.unreported)}
+        return known if pending is None else known | {"pending": pending}
 
-    def restore_run(self, saved: Mapping[str, Any]) -> None:
+    def restore_run(self, saved: Mapping[str, Any], state: TrainState | None = None) -> None:
         """Restore a run from the dict of `run_to_dict`; all processes must call it after `init`.
 
         On different devices the cadence begins with the speeds known for them; with a different
@@ -445,15 +461,19 @@ class TrainStep(Scheduled):
 
         Args:
             saved: The dict; anything else raises a `TypeError` or a `ValueError`.
+            state: The restored state, with which training continues. Needed only if windows were
+                pending on the host in it.
+
+        Raises:
+            TypeError, ValueError: `state` is not a training state on the devices, or the processes
+                of a job pass different pending windows.
         """
-        self._runners.unreported = restore_run(
+        if state is not None:
+            self.check_state(state, "TrainStep.restore_run")
+        self._runners.unreported, pending = restore_run(
             saved, self.fleet.job, self._scheduler, self._watch, self._divergence
         )
-        if self._options.late and self._options.exchange is not None and self.fleet.job.at == 0:
-            logger.warning(
-                "elche: averages that were pending on the host at the checkpoint are not in it, so "
-                "the parameters will not be those of an uninterrupted run."
-            )
+        self._runners.restore_pending(state, pending)
 
     def report(self) -> RunReport:
         """Return the speeds, counts, busy shares and compiles so far."""

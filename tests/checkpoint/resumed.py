@@ -129,6 +129,12 @@ AVERAGES = {
     "delay": averaged(elche.ParameterAveraging(**KEEP, delay=1), STATISTICS),
     "delayed_diloco": averaged(elche.DiLoCo(OUTER, delay=1)),
     "host": averaged(elche.ParameterAveraging(**KEEP), config=HOST),
+    "late_host": averaged(
+        elche.ParameterAveraging(**KEEP, delay=2), STATISTICS, exchange=elche.HostExchange()
+    ),
+    "late_host_gradients": averaged(
+        elche.MeanGradient("int8", delay=1), exchange=elche.HostExchange()
+    ),
 }
 CASES = GRADIENTS | AVERAGES
 

@@ -24,7 +24,7 @@ def both(case, folder, world, cadence=None):
     return whole, run(case, folder, world=world, cadence=cadence, resume="must")
 
 
-QUICK = ("delayed_diloco", "host")
+QUICK = ("delayed_diloco", "late_host")
 """Averages on the devices, and on the host; test_kills has gradients."""
 
 

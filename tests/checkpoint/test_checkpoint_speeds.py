@@ -140,7 +140,7 @@ def test_what_is_no_run_changes_nothing(lacks, got):
     changes_nothing(saved, NO_RUN + got)
 
 
-DAMAGED = NO_RUN + "one whose divergence, unread or unreported is damaged ({})."
+DAMAGED = NO_RUN + "one whose divergence, unread, unreported or pending is damaged ({})."
 WITH_COUNTS = NO_RUN + "one with counts of {} for 3 devices."
 
 
@@ -162,6 +162,8 @@ WITH_COUNTS = NO_RUN + "one with counts of {} for 3 devices."
         ({"throughput": [None, 0, 1]}, "saved['throughput'][1] must be above 0, got 0."),
         ({"lost": 1}, "saved['lost'] must be a sequence of integers, got 1 (int)."),
         ({"unreported": 1}, DAMAGED.format("TypeError: 'int' object is not iterable")),
+        ({"pending": 1}, DAMAGED.format("TypeError: 'int' object is not subscriptable")),
+        ({"pending": {"step": 1}}, DAMAGED.format("KeyError: 'metrics'")),
     ],
 )
 def test_a_run_with_values_that_cannot_be_changes_nothing(changed, said):
@@ -179,27 +181,6 @@ def test_a_run_with_values_that_cannot_be_changes_nothing(changed, said):
 def test_a_run_with_averages_that_cannot_be_read_changes_nothing(changed, said):
     damaged = ended() | {"skipped": 7} | changed
     changes_nothing(damaged, DAMAGED.format(said), averaging=elche.ParameterAveraging())
-
-
-HOST = elche.HostExchange()
-
-
-@pytest.mark.parametrize(
-    ("options", "warned"),
-    [
-        ({"averaging": elche.MeanGradient(delay=1), "exchange": HOST}, True),
-        ({"averaging": elche.MeanGradient(delay=1)}, False),
-        ({"exchange": HOST}, False),
-    ],
-)
-def test_pending_averages_that_a_checkpoint_does_not_have(options, warned, caplog):
-    train = build(STATES["ElChe"][0], 2, **options)
-    train.restore_run(train.run_to_dict())
-    said = [text for text in caplog.messages if "pending on the host" in text]
-    assert said == warned * [
-        "elche: averages that were pending on the host at the checkpoint are not in it, so the "
-        "parameters will not be those of an uninterrupted run."
-    ]
 
 
 def changes_nothing(saved, said, **options):

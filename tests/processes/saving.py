@@ -24,10 +24,15 @@ from elche_jax.checkpoint.store import Store
 BATCH, EXAMPLES, STOP, LAST = 4, 240, 3, 6
 ROWS = {name: rows[:EXAMPLES] for name, rows in data(80).items()}
 COUNTS = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1)]
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 RULES = {
-    "mean": elche.MeanGradient(),
-    "local": elche.ParameterAveraging(optimizer_state="keep"),
-    "diloco": elche.DiLoCo(optax.sgd(0.7, momentum=0.9, nesterov=True)),
+    "mean": {},
+    "local": {"averaging": elche.ParameterAveraging(optimizer_state="keep")},
+    "diloco": {"averaging": elche.DiLoCo(OUTER)},
+    "late": {
+        "averaging": elche.ParameterAveraging(optimizer_state="keep", delay=2),
+        "exchange": elche.HostExchange(),
+    },
 }
 FIRST = jax.process_index() == 0
 OTHER = jax.process_index() == 1
@@ -36,7 +41,7 @@ OTHER = jax.process_index() == 1
 def build(rule="mean", **options):
     cadence = options.pop("cadence", None) or elche.Replay(COUNTS)
     return elche.build_train_step(
-        loss_fn, optax.adam(1e-2), averaging=RULES[rule], cadence=cadence, **options
+        loss_fn, optax.adam(1e-2), cadence=cadence, **RULES[rule] | options
     )
 
 
@@ -74,7 +79,7 @@ def said_of(train, state):
     return {
         "ranks": list(ranks),
         "bits": [b"".join(leaf[at].tobytes() for leaf in leaves).hex() for at in range(len(ranks))],
-        "params": {name: np.asarray(leaf)[0].tolist() for name, leaf in state.params.items()},
+        "params": {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()},
         "counts": train.counts_history,
         "skipped": train.skipped,
     }
@@ -265,16 +270,18 @@ def again(folder):
 
 
 def ahead(folder):
-    """How far parameters have moved, all with a gradient of 1, in a run that stops and resumes."""
-    train = elche.build_train_step(
-        lambda p, batch, rng: p["w"].sum(), optax.sgd(1.0), averaging=RULES["local"],
-        cadence=elche.Replay(COUNTS), exchange=elche.HostExchange(run_ahead=True),
-    )  # fmt: skip
-    for last in (STOP, LAST):
-        state, _ = run(train, folder / "ahead", last)
-    elche.check_replicas(train.common(state))
-    moved = params()["w"] - train.average(state)["w"]
-    return [moved.tolist(), state.averaging.base[-1][0].tolist()]
+    """The states of a run that runs ahead, and of one that stops and resumes.
+
+    And what each process says if it restores what it has saved by itself.
+    """
+    exchange, states = elche.HostExchange(run_ahead=True), []
+    for stops in ([LAST], [STOP, LAST]):
+        train, place = build("local", exchange=exchange), folder / f"ahead-{len(stops)}"
+        for last in stops:
+            state, _ = run(train, place, last)
+        elche.check_replicas(train.common(state))
+        states.append(said_of(train, state))
+    return *states, raised(lambda: train.restore_run(train.run_to_dict(state), state))
 
 
 def unreported(folder):

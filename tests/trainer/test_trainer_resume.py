@@ -342,6 +342,10 @@ RULES = {
         "averaging": elche.ParameterAveraging(**KEEP),
         "config": elche.DDPConfig(exchange="host"),
     },
+    "host, three pending": {
+        "averaging": elche.ParameterAveraging(**KEEP, delay=3),
+        "exchange": elche.HostExchange(),
+    },
     "host diloco": {
         "averaging": elche.DiLoCo(OUTER),
         "config": elche.DDPConfig(exchange="host"),
@@ -403,6 +407,16 @@ def test_the_losses_of_the_epochs_wherever_it_stopped(rule, stops, tmp_path):
         assert {name: metrics.values[name] for name in NAMES} == pytest.approx(means, rel=1e-12)
     for stop, result in resumed.items():
         assert told(result.history) == told(whole.history), f"stopped after {stop}"
+        assert same_bits(result.state, whole.state)
+
+
+@pytest.mark.slow  # test_the_same_bits of checkpoints has means pending on the host
+def test_the_losses_of_the_epochs_with_means_pending_on_the_host(tmp_path):
+    """Each window counts in its own epoch."""
+    whole, _, resumed = whole_and_resumed("host, three pending", (2, 7), tmp_path)
+    assert [metrics.windows for metrics in whole.history] == [5, 6]
+    for result in resumed.values():
+        assert told(result.history) == told(whole.history)
         assert same_bits(result.state, whole.state)
 
 

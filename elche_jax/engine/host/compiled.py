@@ -1,6 +1,7 @@
 """The compiled programs of windows that are averaged on the host, a set for each device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.limits import Limits
+from elche_jax.engine.host.pending import PendingWindow, PendingWindows
 from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.mapped import Mapped, PerDevice
@@ -47,6 +49,7 @@ class Programs:
         limits: Limits, number: int,
     ):  # fmt: skip
         self._cache, self._limits, self._number = cache, limits, number
+        self._world_size = fleet.job.world_size
         self._split = program.rule.work.selection.split
         self.parts, devices = range(program.rule.parts), fleet.devices
 
@@ -72,8 +75,10 @@ class Programs:
         means = [mean for _, mean, _ in made]
         trees = (program.rule.reads(one), thin, self.local, means, pending)
         self._reads, self._thin, self._carried, self._means, self.pending = stacked(trees, 1)
+        # only the progress of later windows is subtracted from a mean
+        self._done = replace(self.pending, progress=[])
         self.no_metrics: dict[str, Any] = {
-            name: np.full((fleet.job.world_size,) * len(like.shape), np.nan, np.float32)
+            name: np.full((self._world_size,) * len(like.shape), np.nan, np.float32)
             for name, like in metrics.items()
         }
         self.no_metrics["finite"] = np.bool_(True)
@@ -85,6 +90,15 @@ class Programs:
         """
         state = with_averaging(state, pending=())
         return state.replace(params=self._split(state.params)[0], key=None)
+
+    def pending_like(self, windows: int) -> PendingWindows:
+        """Return the shapes of this number of pending windows, over all devices of the job."""
+        size, mean = self._world_size, one_of(self._means[0])  # late means have one part
+        first, later = (stacked(one_of(one), size) for one in (self._done, self.pending))
+        counts, finite = jax.ShapeDtypeStruct((size,), jnp.int32), stacked(one_of(_FLAG), size)
+        made = [PendingWindow(counts, one, mean, self.no_metrics) for one in (first, later)]
+        every = made[:1] + made[1:] * (windows - 1)
+        return PendingWindows(finite, self.no_metrics, every)
 
     def accumulating(self, payload: Payload) -> list[Program]:
         """Return the programs that run microbatches of data of these shapes."""
@@ -100,8 +114,7 @@ class Programs:
 
     def applying(self, part: int, later: int) -> list[Program]:
         """Return the programs that apply a mean with `later` windows after it."""
-        pending = self.pending
-        ended = Ended(self._thin, self._thin, pending, part, [pending] * later)
+        ended = Ended(self._thin, self._thin, self._done, part, [self.pending] * later)
         args = (ended, self._means[part], _FLAG)
         return self._each(self._apply, ("host apply", part, later), *args)
 

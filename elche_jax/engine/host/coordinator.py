@@ -202,6 +202,12 @@ class Coordinator:
                 raise ExchangeLost
             return window.outcome
 
+    def settled(self) -> list[tuple[int, Outcome]]:
+        """Return what `closed` returns next, once all windows are averaged or lost."""
+        self.settle()
+        with self.changed:
+            return list(self.unread)
+
     def closed(self) -> list[tuple[int, Outcome]]:
         """Return the windows closed since the last call, in order."""
         with self.changed:

@@ -58,6 +58,8 @@ class HostProgram(CollectiveProgram):
         contribution, error = self.rule.thin.contribute(Ended(state, after, done, part), sums)
         if not self.rule.late:  # implied by the states before and after
             done = replace(done, progress=[], model_state=[])
+        elif self.rule.takes_agreed:  # its parameters do not depend on its own update
+            done = replace(done, progress=[])
         after = self.advanced(with_averaging(after, error=error), carried)
         return (after, done, Delivery(contribution, finite)), None
 

@@ -7,8 +7,9 @@ device never waits unless the limits require it.
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from elche_jax.engine.host.coordinator import (
 )
 from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.limits import Counts, Limits
+from elche_jax.engine.host.pending import arrays_of, pending_windows, resume, windows_of
 from elche_jax.engine.host.program import Delivery, HostProgram
 from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Fleet
@@ -87,6 +89,7 @@ class HostRunner(WindowRunner):
         )
         self._locals: list[PyTree] = []
         self._left: Session | None = None
+        self._live: Callable[[], LiveExchange | None] = lambda: None
         # False and True on every device, never donated
         bools = [np.zeros(1, bool), np.ones(1, bool)]
         self._flags = [jax.device_put(bools, device) for device in fleet.devices]
@@ -98,6 +101,49 @@ class HostRunner(WindowRunner):
         limits = limits or self.limits
         coordinator = Coordinator(self.fleet.world_size, limits, done, learned, failed)
         return LiveExchange(coordinator, self._averaging, self._seconds, self._keep)
+
+    def pending(self, state: TrainState) -> dict[str, Any] | None:
+        """Return the windows pending in a state; empty if there are none, None if unknown.
+
+        They are unknown if one of them has no mean, as a process of the job has ended. In a job of
+        several processes all must call it, and only the first gets the arrays.
+        """
+        exchange, session, more = self._live(), self._left, []
+        if exchange is not None and exchange.session is not None:
+            session, more = exchange.session, exchange.coordinator.settled()
+        if session is None or session.state() is not state or not session.begun:
+            return {}
+        nothing, known = partial(self._nothing, session), dict([*session.due, *more])
+        found = pending_windows(session, known, self.fleet, nothing)
+        if found is None:
+            return None
+        arrays = arrays_of(found, nothing(0), self.fleet.job)
+        return self._described(session) | {"windows": len(found.windows), "arrays": arrays}
+
+    def restore_pending(self, state: TrainState, saved: Mapping[str, Any]) -> bool:
+        """Continue with pending windows from a state; return whether they fit this run."""
+        if not self.limits.ahead:
+            return False
+        session, windows = self._begin(state), saved["windows"]
+        if any(saved[name] != value for name, value in self._described(session).items()):
+            return False
+        if not 0 < windows <= len(saved["arrays"]):
+            return False
+        found = windows_of(saved["arrays"], self._compiled.pending_like(windows))
+        if found is None:
+            return False
+        resume(session, found, self.fleet)
+        session.state = weakref.ref(state)
+        self._keep(session, list(session.due))
+        return True
+
+    def _described(self, session: Session) -> dict[str, Any]:
+        """Return what must be the same when pending windows are saved and restored."""
+        return {
+            "step": session.step,
+            "metrics": sorted(self._compiled.no_metrics),
+            "merge": list(self._rule.merge_rules.rules),
+        }
 
     @property
     def runs_ahead(self) -> bool:
@@ -127,6 +173,7 @@ class HostRunner(WindowRunner):
         says whether that window was finite.
         """
         if isinstance(launch.watch, LiveExchange):
+            self._live = weakref.ref(launch.watch)
             return self._run(launch.watch, state, calls, launch)
         alone = self.watch(_ignore, _ignore, _ignore, replace(self.limits, ahead=False))
         try:  # the run of this window is closed
@@ -222,7 +269,7 @@ class HostRunner(WindowRunner):
         return state
 
     def _keep(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
-        """Keep the session of an ending run for the next run, as long as its state is alive."""
+        """Keep a session of an earlier run for the next run, as long as its state is alive."""
         state = session.state()
         if state is None:
             return
@@ -361,6 +408,7 @@ class HostRunner(WindowRunner):
         state, finite = session.parts[rank], session.finite[rank]
         before = state if self.limits.ahead else done.before[rank]
         own = done.pending[rank] or self._nothing(session, rank)
+        own = replace(own, progress=[])
         pending = [window.pending[rank] for window in session.begun]
         later = [update for update in pending if update is not None]
         apply = self._compiled.get(self._compiled.applying(done.part, len(later)))[rank]
