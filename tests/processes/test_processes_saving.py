@@ -18,7 +18,8 @@ from elche_jax._processes import MET
 FLEET = (2, 1)
 RULES = [slow("mean"), "local", slow("diloco"), slow("late")]
 """As with "diloco", every device has an optimizer of its own with "local"; the mean of gradients is
-stopped and goes on in `coverage` and `unreported`, too."""
+stopped and goes on in `coverage` and `unreported`, too; test_checkpoint_resume.py has windows that
+are pending on the host, as with "late"."""
 
 
 def alone(folder, rules):

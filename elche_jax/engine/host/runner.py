@@ -124,12 +124,11 @@ class HostRunner(WindowRunner):
         """Continue with pending windows from a state; return whether they fit this run."""
         if not self.limits.ahead:
             return False
-        session, windows = self._begin(state), saved["windows"]
-        if any(saved[name] != value for name, value in self._described(session).items()):
-            return False
-        if not 0 < windows <= len(saved["arrays"]):
-            return False
-        found = windows_of(saved["arrays"], self._compiled.pending_like(windows))
+        session, windows, arrays = self._begin(state), saved["windows"], saved["arrays"]
+        alike = saved.items() >= self._described(session).items()
+        found = None
+        if alike and 0 < windows <= len(arrays):
+            found = windows_of(arrays, self._compiled.pending_like(windows))
         if found is None:
             return False
         resume(session, found, self.fleet)
