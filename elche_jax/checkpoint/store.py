@@ -335,8 +335,8 @@ def steps_in(folder: Path) -> list[int]:
     if len(ours) < len(steps):
         others = ", ".join(str(step) for step in steps if step not in ours)
         logger.warning(
-            "elche: %s in %s are not checkpoints, as they have no %s, and are left alone.",
-            shorten(others, 100), folder, Path(MANIFEST).parent,
+            "elche: what has no %s in %s is not a checkpoint, and is left alone: %s.",
+            Path(MANIFEST).parent, folder, shorten(others, 100),
         )  # fmt: skip
     return ours
 

@@ -121,8 +121,8 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
     caplog.clear()
     store = Store(folder, Checkpoints(keep_last=1))
     assert caplog.messages == [
-        f"elche: 0, 1, 8, 9 in {folder} are not checkpoints, as they have no manifest, and "
-        "are left alone."
+        f"elche: what has no manifest in {folder} is not a checkpoint, and is left alone: "
+        "0, 1, 8, 9."
     ]
     assert store.steps == [4] and is_whole(store.newest())
     save(store, 5, leaves(5), OWN, {"step": 5})
