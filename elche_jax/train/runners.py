@@ -180,8 +180,8 @@ class Runners:
             taken = runner.sums.unreported
         if rows is not None and jax.tree.structure(taken) != jax.tree.structure(rows):
             logger.warning(
-                "train: loss and metrics of the window before the stop are not reported, as this "
-                "run has one device, other metrics or an exchange on the host."
+                "train: loss and metrics of the windows that were pending at the stop are not "
+                "reported, as this run has one device, other metrics or an exchange on the host."
             )
 
     def _pass_pending(self, runner: WindowRunner) -> None:
@@ -195,9 +195,9 @@ class Runners:
         self._say(
             "elche: windows that were pending on the host when this run was saved do not fit this "
             "run, which has other devices, metrics or options: %s.",
-            "their gradients are dropped"
+            "their gradients, loss and metrics are dropped"
             if self._options.averaging is None
-            else "their steps are kept",
+            else "their steps are kept, but not their loss and metrics",
         )
 
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:

@@ -210,8 +210,8 @@ OTHER_RUN = (
     "elche: windows that were pending on the host when this run was saved do not fit this run, "
     "which has other devices, metrics or options: their {}."
 )
-DROPPED = OTHER_RUN.format("gradients are dropped")
-KEPT = OTHER_RUN.format("steps are kept")
+DROPPED = OTHER_RUN.format("gradients, loss and metrics are dropped")
+KEPT = OTHER_RUN.format("steps are kept, but not their loss and metrics")
 
 
 @pytest.mark.parametrize(

@@ -495,5 +495,5 @@ def test_what_no_window_can_tell_any_more_is_said(
     options["checkpoints"] = elche.Checkpoints(tmp_path)
     again = trainer(devices, **RULES["delay"] | changed)
     again.fit(PARAMS, **options, epochs=2, resume="must")
-    said = "train: loss and metrics of the window before the stop are not reported, as this run"
+    said = "train: loss and metrics of the windows that were pending at the stop are not reported"
     assert caplog.text.count(said) == lost
