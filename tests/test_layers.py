@@ -42,7 +42,7 @@ BELOW = {
     "distributed": {"_check", "_exit", "_log", "_processes", "_progress", "launch"},
     "observe": {"_check", "_log", "_waiting", "cadence"},
     "config": {"_check", "averaging", "cadence"},
-    "data": {"_check", "_settings", "_threads", "cadence"},
+    "data": {"_check", "_log", "_settings", "_threads", "cadence"},
     "averaging": {"_check"},
     "engine": {
         "_check",

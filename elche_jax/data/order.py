@@ -80,6 +80,8 @@ class Cursor(check.CheckedFields):
         window: Windows since the start of the run.
         reading: How the data was read, to detect that it is read differently; None if
             unknown. Ignored in comparisons.
+        first: Checksum of the first microbatch of this epoch of an iterable, to detect that it
+            has a different order; None if unknown. Ignored in comparisons.
 
     Raises:
         TypeError: If a number is not an integer.
@@ -95,11 +97,11 @@ class Cursor(check.CheckedFields):
     microbatch: int = field(default=0, metadata={"low": 0})
     window: int = field(default=0, metadata={"low": 0})
     reading: Reading | None = field(default=None, compare=False, repr=False)
+    first: int | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the cursor as a dict of numbers, with `"reading"` if known."""
-        numbers = {name: getattr(self, name) for name in FIELDS}
-        return numbers if self.reading is None else numbers | {"reading": asdict(self.reading)}
+        """Return the cursor as a dict of numbers, with `"reading"` and `"first"` if known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Cursor":
@@ -111,10 +113,11 @@ class Cursor(check.CheckedFields):
         """
         where, rule = "Cursor.from_dict", "be a dict of `to_dict`"
         check.instance(where, "fields", fields, Mapping, rule, brief=True)
-        if set(fields) - {"reading"} != set(FIELDS):
+        if set(fields) - {"reading", "first"} != set(FIELDS):
             rule = f"have the keys {sorted(FIELDS)}"
             raise ValueError(check.message(where, "fields", rule, sorted(fields)))
-        reading, numbers = fields.get("reading"), {name: fields[name] for name in FIELDS}
+        reading = fields.get("reading")
+        numbers = {name: value for name, value in fields.items() if name != "reading"}
         # missing in checkpoints of earlier versions
         if reading is None:
             return cls(**numbers)
@@ -131,4 +134,4 @@ class Cursor(check.CheckedFields):
 
     def next_epoch(self) -> "Cursor":
         """Return the cursor at the start of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, microbatch=0)
+        return replace(self, epoch=self.epoch + 1, microbatch=0, first=None)

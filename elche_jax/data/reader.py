@@ -8,12 +8,15 @@ Copies are used because arbitrary padding could produce NaN.
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
+from zlib import crc32
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from elche_jax._log import logger
 from elche_jax.data.convert import as_arrays, sorted_keys
 from elche_jax.data.order import Cursor, Reading, epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, Stopped, stack
@@ -43,7 +46,10 @@ class IndexedReader:
         microbatches: Number of microbatches in the epoch.
         partial: The microbatch with fewer valid examples, if any.
         of_arrays: Whether examples may be read in any order at the same cost, and are all alike.
+        first: None, as the order of the epoch is known.
     """
+
+    first = None
 
     def __init__(self, source: ArraySource | MapSource, reading: Reading, epoch: int):
         size, seed = source.size, reading.seed
@@ -77,14 +83,23 @@ class IndexedReader:
 
 
 class IterableReader:
-    """One epoch of an iterable; holds the microbatches of the window being read."""
+    """One epoch of an iterable; holds the microbatches of the window being read.
+
+    Attributes:
+        first: Checksum of the epoch's first microbatch, once it has been read.
+    """
 
     of_arrays = False
+    first: int | None = None
 
     def __init__(
-        self, source: IterableSource, reading: Reading, stop: threading.Event | None = None
+        self,
+        source: IterableSource,
+        reading: Reading,
+        epoch: int = 0,
+        stop: threading.Event | None = None,
     ):
-        self._items: Iterator[PyTree] = source.epoch()
+        self._items: Iterator[PyTree] = source.epoch(epoch)
         self._batch_size, self._drop_last = reading.batch_size, reading.drop_last
         self._stop = stop or threading.Event()
         self._held: list[PyTree] = []
@@ -150,7 +165,11 @@ class IterableReader:
                 item,
             )
         # copied, as a generator may reuse one buffer
-        self._held.append(jax.tree.map(np.array, item))
+        item = jax.tree.map(np.array, item)
+        if number == 0:
+            leaves = jax.tree.leaves(item)
+            self.first = reduce(lambda crc, leaf: crc32(leaf.tobytes(), crc), leaves, 0)
+        self._held.append(item)
 
 
 Reader = IndexedReader | IterableReader
@@ -178,6 +197,18 @@ def microbatch_size(item: PyTree, number: int) -> int:
     return sizes.pop()
 
 
+def _check_order(reader: IterableReader, at: Cursor) -> None:
+    """Warn if an epoch that goes on at a cursor has a different order than before."""
+    differs = at.first is not None and reader.first != at.first
+    if differs and reader.available(at.microbatch, 1):  # otherwise nothing of the epoch is left
+        logger.warning(
+            "elche: epoch %d of data begins with a different microbatch than before the stop, so "
+            "microbatches may be used twice or not at all. An iterable must give the same order "
+            "again. Unless epochs=1, its set_epoch(epoch) is called before each epoch.",
+            at.epoch,
+        )
+
+
 def open_epoch(
     source: Source, reading: Reading, at: Cursor, stop: threading.Event | None = None
 ) -> Reader:
@@ -194,10 +225,11 @@ def open_epoch(
         Stopped: `stop` is set; the methods of the reader raise it, too.
     """
     if isinstance(source, IterableSource):
-        reader = IterableReader(source, reading, stop)
+        reader = IterableReader(source, reading, at.epoch, stop)
         there = 0
         while there < at.microbatch and reader.available(there, 1):  # holds one at a time
             there += 1
+        _check_order(reader, at)
     else:
         if isinstance(source, MapSource):  # as this loop may end before all is read
             source = MapSource(source.dataset, stop)

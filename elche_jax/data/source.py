@@ -7,7 +7,7 @@ A pytree of arrays with a common leading axis (`ArraySource`), a map-style datas
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, MappingView, Sequence
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
 from typing import Any
 
 import jax
@@ -173,7 +173,14 @@ class MapSource:
 
 
 class IterableSource:
-    """An iterable of microbatches; iterated again for every epoch unless it is an iterator."""
+    """An iterable of microbatches; iterated again for every epoch unless it is an iterator.
+
+    Attributes:
+        several: Whether it is read for several epochs. Its `set_epoch` is then called before each;
+            with one epoch per run, the user may have called it.
+    """
+
+    several = False
 
     def __init__(self, iterable: Iterable[PyTree]):
         self.iterable = iterable
@@ -192,7 +199,7 @@ class IterableSource:
     def peek(self) -> PyTree:
         """Return the first microbatch, and keep it for the first epoch."""
         if self._peeked is None:
-            iterator = iter(self.iterable)
+            iterator = self._begin(0)
             try:
                 self._peeked = (as_arrays(next(iterator)), iterator)
             except StopIteration:
@@ -201,15 +208,26 @@ class IterableSource:
                 ) from None
         return self._peeked[0]
 
-    def epoch(self) -> Iterator[PyTree]:
+    def epoch(self, number: int) -> Iterator[PyTree]:
         """Iterate over the microbatches of one epoch."""
-        rest: Iterable[PyTree] = self.iterable
-        if self._peeked is not None:
-            # cleared first, so that the next epoch starts anew even if this one is abandoned
-            (first, rest), self._peeked = self._peeked, None
+        # cleared first, so that the next epoch starts anew even if this one is abandoned
+        peeked, self._peeked = self._peeked, None
+        if peeked is None or (number and self._set_epoch):  # what was read is of epoch 0
+            rest = self._begin(number)
+        else:
+            first, rest = peeked
             yield first
         for item in rest:  # noqa: UP028  (`yield from` would close a user's generator with the loop)
             yield item
+
+    @property
+    def _set_epoch(self) -> Callable[[int], Any] | None:
+        return getattr(self.iterable, "set_epoch", None) if self.several else None
+
+    def _begin(self, epoch: int) -> Iterator[PyTree]:
+        if self._set_epoch:
+            self._set_epoch(epoch)
+        return iter(self.iterable)
 
 
 Source = ArraySource | MapSource | IterableSource

@@ -73,6 +73,8 @@ class Loading:
         check.instance(where, "drop_last", drop_last, bool)
         check.instance(where, "mask_key", mask_key, str | None, "be a string", brief=True)
         source = self._source(data)
+        if isinstance(source, IterableSource):
+            source.several = epochs != 1
         size = check_batch_size(source, batch_size, epochs, drop_last)
         shapes = microbatch_shapes(source, size)
         check_mask_key(mask_key, shapes)

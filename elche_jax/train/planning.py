@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from elche_jax import _progress
@@ -168,7 +169,8 @@ class Planning(Generic[R]):
         plan = WindowPlan(
             cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch, share=share
         )
-        return Window(plan, cursor.advance(available), calls, run)
+        after = replace(cursor.advance(available), first=reader.first)
+        return Window(plan, after, calls, run)
 
     def _knows(self, window: int) -> int:
         """Return the last window that the plan for `window` takes into account, see `_known_at`.

@@ -213,7 +213,8 @@ class TrainStep(Scheduled):
                 microbatches are used as they are.
             epochs: Number of epochs, at least 1; None for no end.
             seed: Seed of the order, 0 to 2**64 - 1.
-            shuffle: False keeps the order of the data. An iterable is never shuffled.
+            shuffle: False keeps the order of the data. An iterable is never shuffled; unless
+                `epochs` is 1, its method `set_epoch(epoch)`, if any, is called before each epoch.
             drop_last: Leave out the examples that do not fill a microbatch. False uses
                 them, with their exact weight; the loss must then be a vector, or `mask_key`
                 must be given.

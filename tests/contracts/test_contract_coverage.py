@@ -1,5 +1,8 @@
 """C4: in an epoch every example is used exactly once, whatever the counts."""
 
+import json
+from itertools import islice
+
 import jax
 import numpy as np
 import optax
@@ -35,6 +38,23 @@ class Batches:
             yield {"id": np.arange(at, min(at + self.batch_size, SIZE), dtype=np.int32)}
 
 
+class Shuffled(Batches):
+    """Batches in a different order in every pass, from one generator."""
+
+    def __init__(self, batch_size):
+        super().__init__(batch_size)
+        self.generator = np.random.default_rng(1)
+
+    def __iter__(self):
+        whole = list(super().__iter__())
+        return iter([whole[at] for at in self.generator.permutation(SIZE // self.batch_size)])
+
+
+class ShuffledByEpoch(Shuffled):
+    def set_epoch(self, epoch):
+        self.generator = np.random.default_rng(epoch)
+
+
 @pytest.fixture(scope="module")
 def counting():
     """A training step whose gradient counts how often each example was used.
@@ -53,13 +73,15 @@ def counting():
     return script, train
 
 
-def usage(train, data, batch_size, **options):
-    """How often each example was used in each epoch, and the order of use."""
+def usage(train, data, batch_size, windows=None, cursors=None, **options):
+    """How often each example was used in each epoch, in all windows or in the first few."""
     state = train.init({"w": np.zeros(SIZE, "float32")})
     epochs: dict[int, np.ndarray] = {}
     before = np.zeros(SIZE, "float32")
-    for window in train.windows(data, batch_size, **options):
+    for window in islice(train.windows(data, batch_size, **options), windows):
         state, _ = train(state, window)
+        if cursors is not None:
+            cursors.append(window.cursor)
         after = host(state.params)["w"]
         used = (before - after) * window.examples
         before = after
@@ -86,6 +108,40 @@ def test_every_example_once_per_epoch(counting, rows, seed, form):
     assert len(used) == 2
     for epoch in used:
         np.testing.assert_array_equal(epoch, np.ones(SIZE, int))
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6, 7])
+def test_a_resumed_iterable_that_shuffles_by_epoch_gives_every_example_once(counting, stop, caplog):
+    """Four windows per epoch."""
+    script, train = counting
+    script.script[:] = [(2, 1, 1)]
+    cursors = []
+    usage(train, ShuffledByEpoch(4), None, epochs=3, windows=stop, cursors=cursors)
+    saved = elche.Cursor.from_dict(json.loads(json.dumps(cursors[-1].to_dict())))
+    whole = usage(train, ShuffledByEpoch(4), None, epochs=3)
+    begun = usage(train, ShuffledByEpoch(4), None, epochs=3, windows=stop)
+    rest = usage(train, ShuffledByEpoch(4), None, epochs=3, cursor=saved)
+    sums = np.zeros((3, SIZE), int)
+    sums[: len(begun)] += begun
+    sums[3 - len(rest) :] += rest
+    np.testing.assert_array_equal(sums, whole)
+    assert set(sums[:, : SIZE // 4 * 4].ravel()) == {1}
+    assert "data" not in caplog.text
+
+
+@pytest.mark.parametrize(("stop", "differs"), [(3, False), (6, True), (8, False)])
+def test_a_resumed_iterable_with_a_different_order_is_said(counting, stop, differs, caplog):
+    """In the first epoch it is the same, and at the end of one nothing of it is left."""
+    script, train = counting
+    script.script[:] = [(2, 1, 1)]
+    cursors = []
+    usage(train, Shuffled(4), None, epochs=3, windows=stop, cursors=cursors)
+    usage(train, Shuffled(4), None, epochs=3, cursor=cursors[-1])
+    assert caplog.messages == differs * [
+        "elche: epoch 1 of data begins with a different microbatch than before the stop, so "
+        "microbatches may be used twice or not at all. An iterable must give the same order "
+        "again. Unless epochs=1, its set_epoch(epoch) is called before each epoch."
+    ]
 
 
 @pytest.mark.parametrize("form", ["pytree", "iterable"])

@@ -145,6 +145,8 @@ def test_a_cursor_knows_how_the_data_were_read(reading):
     back = Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
     assert back == cursor and back.reading == reading
     assert back.advance(5).next_epoch().reading == reading
+    assert Cursor.from_dict(Cursor(1, 2, 3, first=5).to_dict()).first == 5
+    assert Cursor(1, 2, 3, first=5).advance(5).next_epoch().first is None
     assert repr(cursor) == "Cursor(epoch=1, microbatch=2, window=3)"
 
 

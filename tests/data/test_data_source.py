@@ -111,18 +111,40 @@ def test_iterables_are_recognised():
 
 def test_an_iterable_starts_anew_in_every_epoch():
     source = IterableSource([1, 2, 3])
-    assert list(source.epoch()) == [1, 2, 3]
+    assert list(source.epoch(0)) == [1, 2, 3]
     assert source.peek() == 1
     assert source.peek() == 1
-    assert list(source.epoch()) == [1, 2, 3]
-    assert list(source.epoch()) == [1, 2, 3]
+    assert list(source.epoch(0)) == [1, 2, 3]
+    assert list(source.epoch(1)) == [1, 2, 3]
+
+
+def test_an_iterable_is_told_its_epoch_if_it_is_read_for_several():
+    """What was read to know the shapes is of epoch 0, and used in it only."""
+
+    class ByEpoch:
+        epoch, begun = None, []
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            self.begun.append(self.epoch)
+            return iter([self.epoch, 7])
+
+    data = ByEpoch()
+    source = IterableSource(data)
+    assert [source.peek(), *source.epoch(0), *source.epoch(1)] == [None, None, 7, None, 7]
+    source.several = True
+    assert [source.peek(), *source.epoch(0), *source.epoch(1)] == [0, 0, 7, 1, 7]
+    assert [source.peek(), *source.epoch(2)] == [0, 2, 7]
+    assert data.begun == [None, None, 0, 1, 0, 2]
 
 
 def test_peeking_into_an_iterator_loses_nothing():
     source = IterableSource(iter([1, 2, 3]))
     assert source.peek() == 1
-    assert list(source.epoch()) == [1, 2, 3]
-    assert list(source.epoch()) == []
+    assert list(source.epoch(0)) == [1, 2, 3]
+    assert list(source.epoch(1)) == []
 
 
 def test_an_exhausted_iterator_in_a_dataset_shows():
